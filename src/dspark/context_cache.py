@@ -1,0 +1,121 @@
+"""`ContextCache`: the drafter's keys and values of committed context, one append per new token (steps 1 and 2).
+
+A row's slot is its position minus the row's offset, without holes: rows of a batch may have different lengths. The
+block's own keys and values are written behind a row's last slot as scratch, read in the same pass and overwritten by
+the next append, so they are never kept, accepted or not (reference: context only, cropped after every draft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_GROWTH = 256  # slots; growth is at least this and at least half the present capacity, so appends copy O(1) per token
+
+
+class ContextCache:
+    """Per-layer context keys (normed, rotated) and values.
+
+    Args:
+        num_layers: Draft layers.
+        offsets: Position of each row's first slot, one integer per row. 0 unless the context's start is unknown (a
+            cache the user filled without a drafter).
+    """
+
+    def __init__(self, num_layers: int, offsets: Sequence[int]) -> None:
+        self.keys: list[torch.Tensor | None] = [None] * num_layers
+        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.offsets = list(offsets)
+        self.lengths = [0] * len(self.offsets)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows have the same number of slots (then no mask is needed)."""
+        return len(set(self.lengths)) == 1
+
+    def next_positions(self, count: int, device: torch.device) -> torch.Tensor:
+        """Absolute positions of the next `count` slots of each row, int64 `[B, count]`."""
+        starts = [offset + length for offset, length in zip(self.offsets, self.lengths, strict=True)]
+        if len(set(starts)) == 1:
+            return torch.arange(starts[0], starts[0] + count, device=device).expand(len(starts), -1)
+        return torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+
+    def append(
+        self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]], counts: Sequence[int] | None = None
+    ) -> None:
+        """Add the first `counts[b]` of S new slots to each row (None: all S).
+
+        Args:
+            keys_values: Per layer, keys and values `[B, KV, S, head_dim]` at `next_positions(S)`.
+            counts: New slots per row.
+        """
+        size = keys_values[0][0].shape[2]
+        counts = [size] * len(self.lengths) if counts is None else list(counts)
+        for layer_idx, (keys, values) in enumerate(keys_values):
+            self._write(layer_idx, keys, values)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def extend(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Context followed by a block's keys and values, for reading now; the block is not kept.
+
+        Args:
+            layer_idx: Draft layer.
+            keys: Block keys `[B, KV, q, head_dim]`.
+            values: Block values, same shape.
+
+        Returns:
+            Views `[B, KV, W, head_dim]` with `W = max(lengths) + q`; in shorter rows the block follows the row's own
+            last slot and the rest is to be masked (see `valid_slots`).
+        """
+        self._write(layer_idx, keys, values)
+        width = max(self.lengths) + keys.shape[2]
+        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        assert all_keys is not None and all_values is not None
+        return all_keys[:, :, :width], all_values[:, :, :width]
+
+    def valid_slots(self, block: int, device: torch.device) -> torch.Tensor | None:
+        """Which of the W slots `extend` returns count, bool `[B, W]`; None when all do."""
+        if self.is_uniform:
+            return None
+        lengths = torch.tensor(self.lengths, device=device)[:, None] + block
+        return torch.arange(max(self.lengths) + block, device=device) < lengths
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        index = list(rows)
+        self.keys = [None if k is None else k[index] for k in self.keys]
+        self.values = [None if v is None else v[index] for v in self.values]
+        self.offsets = [self.offsets[row] for row in index]
+        self.lengths = [self.lengths[row] for row in index]
+
+    def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        size = keys.shape[2]
+        self._reserve(layer_idx, keys, values, max(self.lengths) + size)
+        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        assert all_keys is not None and all_values is not None
+        if self.is_uniform:
+            start = self.lengths[0]
+            all_keys[:, :, start : start + size] = keys
+            all_values[:, :, start : start + size] = values
+            return
+        for row, start in enumerate(self.lengths):
+            all_keys[row, :, start : start + size] = keys[row]
+            all_values[row, :, start : start + size] = values[row]
+
+    def _reserve(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, needed: int) -> None:
+        present = self.keys[layer_idx]
+        capacity = 0 if present is None else present.shape[2]
+        if needed <= capacity:
+            return
+        capacity = max(needed, capacity + max(_GROWTH, capacity // 2))
+        self.keys[layer_idx] = _grown(present, keys, capacity)
+        self.values[layer_idx] = _grown(self.values[layer_idx], values, capacity)
+
+
+def _grown(present: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:
+    # Zeros: a masked slot is multiplied by a zero weight, and zero times an uninitialised NaN would be NaN.
+    grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+    if present is not None:
+        grown[:, :, : present.shape[2]] = present
+    return grown

@@ -1,0 +1,76 @@
+"""The sequential stage: what makes a drafted block one sentence instead of independent guesses (step 3 of the round).
+
+A head turns the previous token (and, for some, the slot's hidden state and a recurrent state) into a transition bias
+that is added to the base logits (paper eq. 4-6). `block_bias` is the teacher-forced form for training, `step` the form
+for drafting; both give the same numbers. Shape letters: `B` rows, `K` draft positions, `D` drafter width, `r` head
+rank, `Vd` width of the drafter's logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SequentialHead(nn.Module):
+    """Base of the sequential heads. Tensor names follow DeepSpec (`markov_w1`, `markov_w2`)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.rank: int = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)  # previous token, in TARGET ids
+        self.markov_w2 = nn.Linear(self.rank, config.num_logits, bias=False)
+
+    def embed_previous(self, previous_ids: torch.Tensor) -> torch.Tensor:
+        """Markov embedding `W1[x_{k-1}]` of previous tokens `[...]` (target ids): `[..., r]`."""
+        return self.markov_w1(previous_ids)
+
+    def initial_state(self, batch_size: int, *, like: torch.Tensor) -> torch.Tensor | None:
+        """State before the first slot of a block; None for heads without memory."""
+        return None
+
+    def features(
+        self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `W2` is applied to, for one slot.
+
+        Args:
+            previous: `embed_previous` of the token before the slot, `[..., r]`.
+            hidden: The slot's hidden state after the final norm, `[..., D]`.
+            state: The head's state before the slot, or None.
+
+        Returns:
+            Features `[..., r]` and the state after the slot.
+        """
+        raise NotImplementedError
+
+    def step(
+        self, previous_ids: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Transition bias of one slot.
+
+        Args:
+            previous_ids: Token before the slot, int64 `[B]`, target ids.
+            hidden: The slot's hidden state, `[B, D]`.
+            state: State from the slot before (`initial_state` at the block's start).
+
+        Returns:
+            Bias `[B, Vd]` and the new state.
+        """
+        features, state = self.features(self.embed_previous(previous_ids), hidden, state)
+        return self.markov_w2(features), state
+
+    def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Teacher-forced bias of whole blocks.
+
+        Args:
+            previous_ids: Token before each slot, int64 `[..., K]` (slot 0: the anchor), target ids.
+            hidden: Hidden states `[..., K, D]`.
+
+        Returns:
+            Bias `[..., K, Vd]`.
+        """
+        features, _ = self.features(self.embed_previous(previous_ids), hidden, None)
+        return self.markov_w2(features)

@@ -1,0 +1,17 @@
+"""Vanilla Markov head (paper eq. 5): `B_k = W1[x_{k-1}] W2`. The bias sees the previous token and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import SequentialHead
+
+
+class MarkovHead(SequentialHead):
+    """Low-rank bigram bias."""
+
+    def features(
+        self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The Markov embedding itself; see [`SequentialHead.features`]."""
+        return previous, None

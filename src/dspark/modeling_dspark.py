@@ -1,0 +1,533 @@
+"""`DSparkDrafter`: the drafter as a `PreTrainedModel` (steps 1 to 4 of the round, and the training forward).
+
+Context features `H_ctx = RMSNorm(W_c [h_l1; ...; h_lm])` (paper eq. 2) become keys and values in every draft layer (eq. 3); one
+bidirectional pass over `[anchor, mask, ...]` gives base logits U_k; a sequential head repairs the block left to right
+(eq. 4-6); a confidence head predicts how far it survives (eq. 7). The decoding loop around it is in `decoding/`.
+Shape letters: `B` rows, `S` context length, `g` draft tokens, `q` block slots, `D` drafter width, `D_t` target width,
+`m` tapped layers, `V` target vocabulary, `Vd` width of the drafter's logits (V unless reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.utils import ModelOutput
+
+from .configuration_dspark import DSparkConfig
+from .context_cache import ContextCache
+from .families import FAMILIES, RMSNorm, Rotary, reset_layer_scalar
+from .heads import ConfidenceHead, build_sequential_head
+from .hub import LoadsAnyFormat
+from .objective import Blocks, Objective, TargetLaw, block_attention_mask, block_loss, build_blocks, sample_anchors
+from .speculation import SpeculationConfig
+
+# A choice of tokens for one slot: (k, logits [B, Vd], tokens chosen so far, each int64 [B]) -> target ids int64 [B].
+Chooser = Callable[[int, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+
+
+class SharedModules(NamedTuple):
+    """What a drafter borrows from its target, by reference: modules that are called, weights never touched."""
+
+    embedding: nn.Module | None
+    lm_head: nn.Module | None
+
+
+class _TeacherHead(NamedTuple):
+    """The target's LM head as the training forward reads it; `rows [Vd, D_t]` are those of a reduced vocabulary."""
+
+    lm_head: nn.Module
+    softcap: float | None
+    rows: torch.Tensor | None
+
+
+class DraftBlock(NamedTuple):
+    """One parallel pass (step 2): `hidden [B, g, D]` after the final norm and `base_logits [B, g, Vd]` (U_k)."""
+
+    hidden: torch.Tensor
+    base_logits: torch.Tensor
+
+
+class Walk(NamedTuple):
+    """One left-to-right walk of the sequential head (step 3).
+
+    Attributes:
+        token_ids: int64 `[B, g]`, target ids.
+        logits: `[B, g, Vd]`, base logits plus transition bias along the chosen tokens.
+        previous_ids: int64 `[B, g]`, the token before each slot.
+    """
+
+    token_ids: torch.Tensor
+    logits: torch.Tensor
+    previous_ids: torch.Tensor
+
+
+@dataclass
+class DraftOutput(ModelOutput):
+    """One stateless round of drafting.
+
+    Attributes:
+        token_ids: int64 `[B, g]`, target ids.
+        base_logits: `[B, g, Vd]`, before the sequential head.
+        logits: `[B, g, Vd]`, after it; with a reduced vocabulary column j is token `draft_token_ids[j]`.
+        confidence_logits: float32 `[B, g]`, or None without a confidence head.
+        hidden_states: `[B, g, D]`, after the final norm.
+        context_features: `[B, S, D]`.
+    """
+
+    token_ids: torch.Tensor | None = None
+    base_logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+    context_features: torch.Tensor | None = None
+
+
+@dataclass
+class DSparkTrainingOutput(ModelOutput):
+    """Result of the training forward.
+
+    Attributes:
+        loss: Scalar.
+        ce_loss, l1_loss, confidence_loss: Scalar terms, detached.
+        acceptance: Analytic acceptance `1 - L1 / 2`, float32 `[B, A, g]`, detached; None without the target's law.
+        supervised: bool `[B, A, g]`, positions that count.
+        logits: Teacher-forced logits `[B, A, g, Vd]`, detached.
+        confidence_logits: float32 `[B, A, g]`, detached, or None.
+    """
+
+    loss: torch.Tensor | None = None
+    ce_loss: torch.Tensor | None = None
+    l1_loss: torch.Tensor | None = None
+    confidence_loss: torch.Tensor | None = None
+    acceptance: torch.Tensor | None = None
+    supervised: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+
+
+class _PlainContext:
+    """Context keys and values of the training forward: concatenated, never cached."""
+
+    def __init__(self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.keys_values = keys_values
+
+    def extend(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        context_keys, context_values = self.keys_values[layer_idx]
+        return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    """Loading, initialisation and capabilities shared by DSpark models."""
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DraftLayer"]  # noqa: RUF012 - read by transformers as a class attribute
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        reset_layer_scalar(module)
+        if module is self and isinstance(self, DSparkDrafter) and self.draft_token_ids is not None:
+            init.copy_(self.draft_token_ids, torch.arange(self.draft_token_ids.shape[0]))
+
+
+class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
+    """A DSpark drafter.
+
+    Tensor names follow DeepSpec: `fc`, `hidden_norm`, `layers.*`, `norm`, `markov_head.*`, `confidence_head.proj.*`,
+    and `embed_tokens`, `lm_head` where the checkpoint stores its own.
+    """
+
+    draft_token_ids: torch.Tensor | None
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(config.context_width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        layer_class = FAMILIES[config.family]
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = build_sequential_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.embed_tokens = None if config.share_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.num_logits, bias=False)
+        reduced = config.draft_vocab_size
+        self.register_buffer("draft_token_ids", None if reduced is None else torch.arange(reduced))
+        self.speculation = SpeculationConfig()
+        self.objective = Objective()
+        self.last_stats: Any = None
+        self._shared: SharedModules | None = None
+        self._teacher: _TeacherHead | None = None
+        self.post_init()
+
+    # --- borrowed parts -------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The drafter's own embedding; None when it borrows the target's."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The drafter's own LM head; None when it borrows the target's."""
+        return self.lm_head
+
+    def shared_modules(self, target: PreTrainedModel | None) -> SharedModules:
+        """The modules to borrow for a call: `target`'s, or those of `share_with` when `target` is None.
+
+        Raises:
+            ValueError: The config borrows from the target and none is known.
+        """
+        config = self.config
+        borrowed = {"embedding": config.share_embedding, "LM head": config.share_lm_head}
+        needed = [name for name, is_shared in borrowed.items() if is_shared]
+        if not needed:
+            return SharedModules(None, None)
+        if target is None:
+            if self._shared is None:
+                raise ValueError(
+                    f"This drafter borrows the target's {' and '.join(needed)}, and no target is known. Pass "
+                    "`target=model`, or call `drafter.share_with(model)` once."
+                )
+            return self._shared
+        return SharedModules(
+            target.get_input_embeddings() if config.share_embedding else None,
+            target.get_output_embeddings() if config.share_lm_head else None,
+        )
+
+    def share_with(self, target: PreTrainedModel | None) -> None:
+        """Keep references to the modules borrowed from `target` (None: forget them); nothing is copied or saved.
+
+        Needed for the training forward and for `draft` without `target=`; `generate` borrows by itself.
+        """
+        self._shared = self._teacher = None
+        if target is None:
+            return
+        self._shared = self.shared_modules(target)
+        head = target.get_output_embeddings()
+        softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+        plain = self.draft_token_ids is not None and isinstance(head, nn.Linear) and head.bias is None
+        rows = head.weight.detach()[self.draft_token_ids] if plain and softcap is None else None
+        self._teacher = _TeacherHead(head, softcap, rows)
+
+    def _embed(self, token_ids: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_ids) * self.config.embed_scale
+        assert shared.embedding is not None
+        weight_device = next(shared.embedding.parameters()).device
+        return shared.embedding(token_ids.to(weight_device)).to(self.fc.weight)
+
+    def _base_logits(self, hidden: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden)
+        else:
+            assert shared.lm_head is not None
+            parameter = next(shared.lm_head.parameters())
+            # A quantised head has integer storage and takes activations in the drafter's own dtype.
+            dtype = parameter.dtype if parameter.is_floating_point() else hidden.dtype
+            logits = shared.lm_head(hidden.to(parameter.device, dtype)).to(hidden.device)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def to_target_ids(self, indices: torch.Tensor) -> torch.Tensor:
+        """Target ids of indices into the drafter's logits (the identity without a reduced vocabulary)."""
+        return indices if self.draft_token_ids is None else self.draft_token_ids[indices]
+
+    # --- steps of a round -----------------------------------------------------------------------------------------
+
+    def project_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Context features (eq. 2): `[B, S, m*D_t]` target hidden states to `[B, S, D]`.
+
+        Raises:
+            ValueError: The last dimension is not `m * D_t`.
+        """
+        if target_hidden_states.shape[-1] != self.config.context_width:
+            layers = self.config.target_layer_ids
+            raise ValueError(
+                f"`target_hidden_states` must be {self.config.context_width} wide ({len(layers or [])} tapped layers "
+                f"{layers} of width {self.config.target_hidden_size or self.config.hidden_size}), got "
+                f"{target_hidden_states.shape[-1]}."
+            )
+        # The one place where target activations enter: device and dtype change here and nowhere else.
+        weight = self.fc.weight
+        return self.hidden_norm(self.fc(target_hidden_states.to(weight.device, weight.dtype)))
+
+    def _rotary(self, like: torch.Tensor, positions: torch.Tensor) -> Rotary:
+        return self.rotary_emb(like, positions)
+
+    def _context_keys_values(
+        self, features: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rotary = self._rotary(features, positions)
+        return [layer.self_attn.keys_values(features, rotary) for layer in self.layers]
+
+    def extend_context(
+        self, cache: ContextCache, features: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        """Step 1: append context features `[B, S, D]` (the first `counts[b]` of each row) to the context cache."""
+        positions = cache.next_positions(features.shape[1], features.device)
+        cache.append(self._context_keys_values(features, positions), counts)
+
+    def draft_block(self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules) -> DraftBlock:
+        """Step 2: one bidirectional pass over `[anchor, mask, ...]` behind the context of `cache`.
+
+        Args:
+            anchor_ids: int64 `[B]`, last committed tokens; each sits at its row's next position.
+            cache: Context of all earlier tokens.
+            shared: Borrowed modules.
+        """
+        device = self.fc.weight.device
+        size = self.config.block_size
+        block_ids = torch.full((anchor_ids.shape[0], size), self.config.mask_token_id, device=device)
+        block_ids[:, 0] = anchor_ids
+        hidden = self._embed(block_ids, shared)
+        mask = self._inference_mask(hidden, cache)
+        hidden = self._run_layers(hidden, cache.next_positions(size, device), cache, mask)
+        if not self.config.sample_from_anchor:
+            hidden = hidden[:, 1:]
+        return DraftBlock(hidden, self._base_logits(hidden, shared))
+
+    def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, context: Any, mask: Any) -> torch.Tensor:
+        rotary = self._rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, context, mask)
+        return self.norm(hidden)
+
+    def _inference_mask(self, hidden: torch.Tensor, cache: ContextCache) -> Any:
+        valid = cache.valid_slots(hidden.shape[1], hidden.device)
+        if valid is None:
+            return None
+        keys = hidden.new_empty(hidden.shape[0], valid.shape[1], 0)
+        return create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden, attention_mask=valid.long(), encoder_hidden_states=keys
+        )
+
+    def walk_block(self, block: DraftBlock, anchor_ids: torch.Tensor, choose: Chooser) -> Walk:
+        """Step 3: repair a block left to right; `choose` picks each slot's token from its corrected logits.
+
+        Args:
+            block: Result of `draft_block`.
+            anchor_ids: int64 `[B]`.
+            choose: See `Chooser`.
+        """
+        previous = anchor_ids.to(block.hidden.device)
+        state = None if self.markov_head is None else self.markov_head.initial_state(len(previous), like=block.hidden)
+        tokens: list[torch.Tensor] = []
+        corrected = []
+        for k in range(block.base_logits.shape[1]):
+            logits = block.base_logits[:, k]
+            if self.markov_head is not None:
+                bias, state = self.markov_head.step(previous, block.hidden[:, k], state)
+                logits = logits + bias
+            corrected.append(logits)
+            previous = choose(k, logits, tokens)
+            tokens.append(previous)
+        token_ids = torch.stack(tokens, dim=1)
+        previous_ids = torch.cat([anchor_ids.to(token_ids.device)[:, None], token_ids[:, :-1]], dim=1)
+        return Walk(token_ids, torch.stack(corrected, dim=1), previous_ids)
+
+    def confidence_logits(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Step 4: raw confidence logits of hidden states `[..., g, D]` and previous tokens `[..., g]`, or None."""
+        if self.confidence_head is None:
+            return None
+        with_markov = self.confidence_head.with_markov and self.markov_head is not None
+        previous = self.markov_head.embed_previous(previous_ids) if with_markov else None  # type: ignore[union-attr]
+        return self.confidence_head(hidden, previous)
+
+    # --- inspection door ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draft(
+        self,
+        anchor_ids: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        *,
+        target: PreTrainedModel | None = None,
+        do_sample: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> DraftOutput:
+        """One stateless round: draft a block behind a context of S positions, the anchor at position S.
+
+        Args:
+            anchor_ids: int64 `[B]`.
+            target_hidden_states: `[B, S, m*D_t]`, outputs of `target_layer_ids` at positions 0..S-1, concatenated.
+            target: Model to borrow embedding and head from, where the drafter stores none.
+            do_sample: Sample from the softmax of the corrected logits instead of taking the largest.
+            generator: Source of the draws.
+
+        Raises:
+            ValueError: Wrong width of the hidden states, or a target is needed and unknown.
+        """
+        shared = self.shared_modules(target)
+        features = self.project_context(target_hidden_states)
+        cache = ContextCache(len(self.layers), [0] * features.shape[0])
+        self.extend_context(cache, features)
+        block = self.draft_block(anchor_ids.to(features.device), cache, shared)
+
+        def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
+            if do_sample:
+                drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)[:, 0]
+            else:
+                drawn = logits.argmax(-1)
+            return self.to_target_ids(drawn)
+
+        walk = self.walk_block(block, anchor_ids, choose)
+        return DraftOutput(
+            token_ids=walk.token_ids,
+            base_logits=block.base_logits,
+            logits=walk.logits,
+            confidence_logits=self.confidence_logits(block.hidden, walk.previous_ids),
+            hidden_states=block.hidden,
+            context_features=features,
+        )
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        loss_mask: torch.Tensor,
+        target_last_hidden_states: torch.Tensor | None = None,
+        target_logsumexp: torch.Tensor | None = None,
+        anchor_positions: torch.Tensor | None = None,
+        anchor_keep_mask: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DSparkTrainingOutput:
+        """Training forward: blocks at sampled anchors, teacher-forced, with the loss of `self.objective`.
+
+        Args:
+            input_ids: int64 `[B, S]`, right-padded.
+            target_hidden_states: `[B, S, m*D_t]`, the target's tapped layers on `input_ids`.
+            loss_mask: bool or 0/1 `[B, S]`, True on tokens of the answer; False on padding.
+            target_last_hidden_states: `[B, S, D_t]` after the target's final norm; needed for the L1 and confidence
+                terms. Target logits are recomputed from it at block positions only.
+            target_logsumexp: float32 `[B, S]` of the target's logits over V, if known: with a reduced draft vocabulary
+                only its rows of the target's head are then evaluated. Needs `share_with(target)`.
+            anchor_positions: int64 `[B, A]`; None: sampled from `loss_mask`.
+            anchor_keep_mask: bool `[B, A]`, False for dummy anchors.
+            generator: Source of the anchor draws.
+
+        Raises:
+            ValueError: Shapes disagree, or the objective needs the target's law and it is missing.
+        """
+        if anchor_positions is None:
+            anchor_positions, keep = sample_anchors(loss_mask, self.objective.num_anchors, generator=generator)
+        else:
+            keep = torch.ones_like(anchor_positions, dtype=torch.bool) if anchor_keep_mask is None else anchor_keep_mask
+        shared = self.shared_modules(None)
+        blocks = build_blocks(input_ids, loss_mask, anchor_positions, keep, self.config.num_draft_tokens)
+        hidden = self._training_hidden(input_ids, target_hidden_states, blocks, shared)
+        logits = self._base_logits(hidden, shared)
+        if self.markov_head is not None:
+            logits = logits + self.markov_head.block_bias(blocks.previous_ids, hidden)
+        law = self._target_law(blocks, target_last_hidden_states, target_logsumexp)
+        seen = hidden.detach() if self.objective.detach_confidence else hidden
+        confidence = self.confidence_logits(seen, blocks.previous_ids)
+        terms = block_loss(
+            logits,
+            self._label_indices(blocks.labels),
+            blocks.supervised,
+            objective=self.objective,
+            target=law,
+            confidence_logits=confidence,
+        )
+        return DSparkTrainingOutput(
+            loss=terms.loss,
+            ce_loss=terms.ce.detach(),
+            l1_loss=terms.l1.detach(),
+            confidence_loss=terms.confidence.detach(),
+            acceptance=terms.acceptance,
+            supervised=blocks.supervised,
+            logits=logits.detach(),
+            confidence_logits=None if confidence is None else confidence.detach(),
+        )
+
+    def _training_hidden(
+        self, input_ids: torch.Tensor, target_hidden_states: torch.Tensor, blocks: Blocks, shared: SharedModules
+    ) -> torch.Tensor:
+        """Hidden states of all blocks, `[B, A, g, D]`."""
+        batch, length = input_ids.shape
+        anchors, size = blocks.anchor_positions.shape[1], self.config.block_size
+        features = self.project_context(target_hidden_states)
+        context = _PlainContext(
+            self._context_keys_values(features, torch.arange(length, device=features.device).expand(batch, -1))
+        )
+        slots = torch.arange(size, device=input_ids.device)
+        positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
+        block_ids = torch.full((batch, anchors, size), self.config.mask_token_id, device=input_ids.device)
+        block_ids[..., 0] = input_ids.gather(1, blocks.anchor_positions)
+        hidden = self._embed(block_ids.flatten(1), shared)
+        mask = block_attention_mask(
+            blocks.anchor_positions, blocks.keep, context_length=length, block_size=size
+        )
+        hidden = self._run_layers(hidden, positions, context, self._training_mask(mask, hidden.dtype))
+        hidden = hidden.view(batch, anchors, size, -1)
+        return hidden if self.config.sample_from_anchor else hidden[:, :, 1:]
+
+    def _training_mask(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.config._attn_implementation == "sdpa":
+            return mask
+        if self.config._attn_implementation == "eager":
+            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        raise ValueError(
+            f"Training packs blocks under a dense mask, which attention {self.config._attn_implementation!r} does not "
+            "take. Load the drafter with attn_implementation='sdpa' (or 'eager')."
+        )
+
+    def _target_law(
+        self,
+        blocks: Blocks,
+        last_hidden: torch.Tensor | None,
+        logsumexp: torch.Tensor | None,
+    ) -> TargetLaw | None:
+        if last_hidden is None or not self.objective.needs_target_law:
+            return None
+        # The law of the token at a label's position is computed at the position before it.
+        flat = (blocks.label_positions - 1).clamp(min=0).flatten(1)
+        shape = blocks.labels.shape
+        hidden = last_hidden.gather(1, flat[..., None].expand(-1, -1, last_hidden.shape[-1]))
+        hidden = hidden.view(*shape, -1)
+        teacher = self._teacher_head()
+        with torch.no_grad():
+            if logsumexp is not None and teacher.rows is not None:
+                logits = nn.functional.linear(hidden.to(teacher.rows), teacher.rows)
+                return TargetLaw.from_logits(logits, None, logsumexp.gather(1, flat).view(shape))
+            weight = next(teacher.lm_head.parameters())
+            logits = teacher.lm_head(hidden.to(weight.device, weight.dtype)).float()
+            logits = logits if teacher.softcap is None else torch.tanh(logits / teacher.softcap) * teacher.softcap
+            return TargetLaw.from_logits(logits, self.draft_token_ids)
+
+    def _teacher_head(self) -> _TeacherHead:
+        if self._teacher is not None:
+            return self._teacher
+        # DeepSpec stores a frozen copy of the target's whole head, which then serves as the target's.
+        if self.lm_head is not None and self.draft_token_ids is None:
+            return _TeacherHead(self.lm_head, self.config.final_logit_softcapping, None)
+        raise ValueError(
+            "The loss compares with the target's law, which needs the target's LM head, and this drafter does not "
+            "store all of it. Call `drafter.share_with(target)` before training."
+        )
+
+    def _label_indices(self, labels: torch.Tensor) -> torch.Tensor:
+        if self.draft_token_ids is None:
+            return labels
+        index = torch.searchsorted(self.draft_token_ids, labels).clamp(max=self.draft_token_ids.shape[0] - 1)
+        return torch.where(self.draft_token_ids[index] == labels, index, -1)
+
+
+__all__ = ["DSparkDrafter", "DSparkPreTrainedModel", "DSparkTrainingOutput", "DraftBlock", "DraftOutput", "Walk"]
