@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from .configuration_dspark import DSparkConfig
+from .decoding.generate import DSparkGenerationMixin, install
 from .hub import register
 from .modeling_dspark import DraftOutput, DSparkDrafter
 from .speculation import SpeculationConfig
+from .stats import SpeculationStats
 from .version import __version__
 
 register()
+install()
 
-__all__ = ["DSparkConfig", "DSparkDrafter", "DraftOutput", "SpeculationConfig", "__version__"]
+__all__ = [
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkGenerationMixin",
+    "DraftOutput",
+    "SpeculationConfig",
+    "SpeculationStats",
+    "__version__",
+]
 

@@ -395,6 +395,15 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             context_features=features,
         )
 
+    def decode(self, target: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """Decoding method for `target.generate(**inputs, custom_generate=drafter.decode)`; see `decoding/generate.py`.
+
+        This door gets neither streamer nor tokenizer from transformers; `assistant_model=drafter` has both.
+        """
+        from .decoding.generate import decode_from_custom_generate
+
+        return decode_from_custom_generate(self, target, input_ids, **kwargs)
+
     # --- training -------------------------------------------------------------------------------------------------
 
     def forward(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -60,4 +61,67 @@ def describe(target: PreTrainedModel) -> str:
     return f"{type(target).__name__} ({path})"
 
 
-__all__ = ["decoder_layers", "describe", "text_config", "unwrap"]
+def embedding_module(model: Any) -> Any:
+    """The module that embeds token ids, or None where the class does not say which it is."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def head_module(model: Any) -> Any:
+    """The module that turns hidden states into logits, or None where there is none."""
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def table_shape(module: Any) -> tuple[int, int] | None:
+    """`(rows, width)` of an embedding or LM head, one row per token id; None for a module that does not say.
+
+    Read from the module's own attributes when its weight is packed or quantised and has another shape.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and weight.dim() == 2:
+        return weight.shape[0], weight.shape[1]
+    for rows, width in (("num_embeddings", "embedding_dim"), ("out_features", "in_features")):
+        if isinstance(getattr(module, rows, None), int) and isinstance(getattr(module, width, None), int):
+            return getattr(module, rows), getattr(module, width)
+    return None
+
+
+def logit_rows(target: PreTrainedModel) -> int:
+    """Width of the target's logits: every id it can emit or verify is below this, padded vocabularies included."""
+    shape = table_shape(head_module(target))
+    return text_config(target).vocab_size if shape is None else shape[0]
+
+
+def rotary_kind(config: Any) -> tuple[str | None, float | None]:
+    """`(rope_type, rope_theta)` of the full-attention layers; `(None, None)` for models without rotary positions."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    if by_layer_type:
+        rope = rope.get("full_attention", by_layer_type[0])
+    return rope.get("rope_type"), rope.get("rope_theta")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether weights are missing for good: on the meta device, and not there because accelerate offloads them."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return False
+    return not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+__all__ = [
+    "decoder_layers",
+    "describe",
+    "embedding_module",
+    "head_module",
+    "is_on_meta",
+    "logit_rows",
+    "rotary_kind",
+    "table_shape",
+    "text_config",
+    "unwrap",
+]

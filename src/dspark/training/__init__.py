@@ -1,1 +1,41 @@
-"""Placeholder."""
+"""Training drafters: data, the target's features (online or stored), new drafters, the trainer."""
+
+from ..objective import Objective, block_loss, build_blocks, sample_anchors
+from .arguments import TrainingConfig
+from .builder import DrafterShape, default_target_layer_ids, new_drafter
+from .collator import BlockCollator
+from .data import AnswerDataset, DataError, read_answers
+from .feature_index import FeaturesError, index_features
+from .features import capture_features, target_logsumexp
+from .meter import expected_accepted_length
+from .offline import FeatureDataset
+from .saving import save_drafter
+from .shards import write_features
+from .trainer import DSparkTrainer
+from .vocabulary import choose_mask_token, draft_vocab_from_counts
+
+__all__ = [
+    "AnswerDataset",
+    "BlockCollator",
+    "DSparkTrainer",
+    "DataError",
+    "DrafterShape",
+    "FeatureDataset",
+    "FeaturesError",
+    "Objective",
+    "TrainingConfig",
+    "block_loss",
+    "build_blocks",
+    "capture_features",
+    "choose_mask_token",
+    "default_target_layer_ids",
+    "draft_vocab_from_counts",
+    "expected_accepted_length",
+    "index_features",
+    "new_drafter",
+    "read_answers",
+    "sample_anchors",
+    "save_drafter",
+    "target_logsumexp",
+    "write_features",
+]

@@ -1,0 +1,63 @@
+"""The few places where supported transformers versions (5.15 to 5.24) differ, each behind one function.
+
+5.15 is the floor: from there on sliding-window layers keep their window size and can still be rolled back
+(`activate_past_recording`), and `crop` takes negative counts on every version up to 5.24.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+
+
+def cache_name(target: PreTrainedModel) -> str:
+    """Keyword under which the target's forward takes its cache: `cache` since 5.24, `past_key_values` before.
+
+    Hard-coding `cache` would be swallowed by `**kwargs` before 5.24: an empty cache and wrong logits, without an error.
+    """
+    return "cache" if "cache" in inspect.signature(type(target).forward).parameters else "past_key_values"
+
+
+def pop_cache(kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    """Name and value of the cache in `model_kwargs`, whichever name it goes by."""
+    for name in ("cache", "past_key_values", "cache_params"):
+        if kwargs.get(name) is not None:
+            return name, kwargs[name]
+    return None, None
+
+
+def output_cache_field() -> str:
+    """Field of transformers' generation outputs that holds the cache: `cache` since 5.24."""
+    names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def check_generation_hooks() -> None:
+    """Fail loudly when transformers moved a hook the decoding loop stands on.
+
+    Raises:
+        ImportError: Names the hook, the transformers found and the range supported.
+    """
+    expected = {
+        "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+        "prepare_inputs_for_generation": ("input_ids", "next_sequence_length", "is_first_iteration"),
+        "generate": ("inputs", "generation_config", "assistant_model", "streamer", "custom_generate"),
+    }
+    for name, parameters in expected.items():
+        hook = getattr(GenerationMixin, name, None)
+        have = () if hook is None else inspect.signature(hook).parameters
+        if missing := [parameter for parameter in parameters if parameter not in have]:
+            import transformers
+
+            raise ImportError(
+                f"dspark decodes through `GenerationMixin.{name}({', '.join(parameters)})`, but transformers "
+                f"{transformers.__version__} has {'no such method' if hook is None else 'lost ' + ', '.join(missing)}. "
+                "Supported: transformers 5.15 to 5.24."
+            )
+
+
+__all__ = ["cache_name", "check_generation_hooks", "output_cache_field", "pop_cache"]

@@ -1,0 +1,44 @@
+"""Step 4: how far the block is expected to survive.
+
+`c_k = sigmoid(logit_k / T_k)` is the chance that slot k is accepted given that all before it are; survival
+`a_k = prod_{i<=k} c_i` never increases. The score of slot k sees tokens before k only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..modeling_dspark import DraftBlock
+from .state import DecodingRun, Proposal
+
+
+class Confidence(NamedTuple):
+    """Scores of a block.
+
+    Attributes:
+        own: float32 `[B, g]`, each slot's uncalibrated confidence (the reference's threshold looks at it).
+        survival: float32 `[B, g]`, running product of calibrated confidences.
+    """
+
+    own: torch.Tensor
+    survival: torch.Tensor
+
+
+def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal) -> Confidence | None:
+    """Scores of every slot, or None when no rule of this call looks at them or the drafter has no confidence head."""
+    settings = run.settings
+    if settings.policy == "fixed" or not (settings.assistant_confidence_threshold or settings.survival_threshold):
+        return None
+    with run.stats.forward("drafter"):
+        logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
+    if logits is None:
+        return None
+    own = logits.sigmoid()
+    temperatures = run.drafter.config.confidence_temperatures
+    calibrated = own if temperatures is None else (logits / logits.new_tensor(temperatures)).sigmoid()
+    return Confidence(own, calibrated.cumprod(-1))
+
+
+__all__ = ["Confidence", "estimate_confidence"]

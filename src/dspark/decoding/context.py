@@ -1,0 +1,52 @@
+"""Step 1: what the target has seen becomes what the drafter attends to.
+
+Context rows come from tokens the target has forwarded: the anchor and the accepted drafts, never the bonus token,
+whose hidden state does not exist yet. Only new rows are projected; earlier ones are in the context cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..context_cache import ContextCache
+from .state import DecodingRun
+
+
+def extend_context(run: DecodingRun) -> None:
+    """Move pending hidden states into the drafter's context cache."""
+    if run.pending is None:
+        return
+    assert run.context is not None
+    states, counts = run.pending
+    with run.stats.forward("drafter"):
+        features = run.drafter.project_context(states)
+        run.drafter.extend_context(run.context, features, counts)
+    run.pending = None
+
+
+def start_context(
+    run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tensor | None, *, offset: int
+) -> None:
+    """Open the context cache with the prompt's features.
+
+    Args:
+        run: The call.
+        chunks: Context features of the prompt, `[B, S_i, D]`, in order.
+        mask: int `[B, S]`, 0 on left padding, or None. Padding never enters the context.
+        offset: Position of the first feature (more than 0 when earlier states are not to be had).
+    """
+    features = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
+    batch, width = features.shape[:2]
+    run.context = ContextCache(len(run.drafter.layers), [offset] * batch)
+    if mask is None or bool(mask.all()):
+        run.drafter.extend_context(run.context, features)
+        return
+    counts = mask[:, -width:].sum(-1).tolist()
+    # Left-padded rows are shifted so that each starts at slot 0.
+    shift = torch.tensor([width - count for count in counts], device=features.device)
+    index = (torch.arange(width, device=features.device) + shift[:, None]).clamp(max=width - 1)
+    aligned = features.gather(1, index[..., None].expand(-1, -1, features.shape[-1]))
+    run.drafter.extend_context(run.context, aligned, counts)
+
+
+__all__ = ["extend_context", "start_context"]

@@ -1,0 +1,19 @@
+"""Step 2: one bidirectional pass over `[anchor, mask, ...]`, for all live rows at once."""
+
+from __future__ import annotations
+
+import torch
+
+from ..modeling_dspark import DraftBlock
+from .state import DecodingRun
+
+
+def draft_block(run: DecodingRun) -> DraftBlock:
+    """Hidden states and base logits of every live row's block."""
+    assert run.context is not None
+    with run.stats.forward("drafter"):
+        anchors = torch.tensor(run.anchors, device=run.drafter.fc.weight.device)
+        return run.drafter.draft_block(anchors, run.context, run.shared)
+
+
+__all__ = ["draft_block"]

@@ -1,0 +1,67 @@
+"""The loop: the prompt's pass, then rounds of seven steps until every row has stopped."""
+
+from __future__ import annotations
+
+import torch
+from transformers import GenerationConfig
+
+from .commit import commit, drop_finished
+from .confidence import estimate_confidence
+from .context import extend_context
+from .draft import draft_block
+from .prompt import read_prompt
+from .propose import propose
+from .schedule import schedule
+from .state import DecodingRun, RowVerdict
+from .verify import verify
+
+
+def decode(run: DecodingRun, input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
+    """Decode all rows of `input_ids [B, P]` to their ends; the text and outputs are in `run`."""
+    first = read_prompt(run, input_ids, generation_config)
+    _commit_first(run, first)
+    while run.rows:
+        decode_round(run)
+
+
+def decode_round(run: DecodingRun) -> None:
+    """One round: context, draft, propose, confidence, schedule, verify, commit."""
+    step = run.stats.step
+    limits = run.max_drafts()
+    proposal, drafts = None, [[] for _ in run.rows]
+    if max(limits) > 0:
+        with step("context"):
+            extend_context(run)
+        with step("draft"):
+            block = draft_block(run)
+        with step("propose"):
+            proposal = propose(run, block)
+        with step("confidence"):
+            confidence = estimate_confidence(run, block, proposal)
+        with step("schedule"):
+            drafts = schedule(run, proposal, confidence, limits)
+    else:
+        with step("context"):
+            extend_context(run)
+    with step("verify"):
+        verdicts = verify(run, proposal, drafts)
+    with step("commit"):
+        commit(run, drafts, verdicts, num_drafted=0 if proposal is None else proposal.token_ids.shape[1])
+
+
+def _commit_first(run: DecodingRun, verdicts: list[RowVerdict]) -> None:
+    """The token the prompt's own pass gives is committed without a round; it is each row's first anchor."""
+    finished = []
+    for row, verdict in zip(run.rows, verdicts, strict=True):
+        token = verdict.emitted[0]
+        run.text.write(row, [token])
+        run.text.lengths[row] += 1
+        run.recorder.token(token, verdict.scores, verdict.logits)
+        run.stats.num_new_tokens += 1
+        length = run.text.lengths[row]
+        finished.append(run.stop_rules.stops_at(run.text.prefix(row), length, run.recorder.scores))
+        run.anchors.append(token)
+    drop_finished(run, finished)
+
+
+__all__ = ["decode", "decode_round"]

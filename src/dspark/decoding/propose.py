@@ -1,0 +1,50 @@
+"""Step 3: the sequential head repairs the block left to right; out come tokens and the exact law of each draw.
+
+The law is what the token was drawn from, after transition bias, processors and temperature, in float32: any other law
+handed to verification would bias sampled output.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..modeling_dspark import DraftBlock
+from .state import DecodingRun, Proposal
+
+
+def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
+    """Walk the block; greedy without sampling, else a draw per slot."""
+    laws: list[torch.Tensor] = []
+    drafter, processors = run.drafter, run.processors
+    needs_prefix = bool(processors.draft) and not processors.draft_is_row_wise
+    vocab = drafter.config.vocab_size
+
+    def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
+        if processors.draft:
+            prefixes = _prefixes(run, tokens) if needs_prefix else []
+            logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
+        if not run.do_sample:
+            return drafter.to_target_ids(logits.argmax(-1))
+        # A slot whose every token a processor forbids has no law; any is exact, so the uniform one serves.
+        probs = logits.float().softmax(-1)
+        probs = torch.where(probs.isnan().any(-1, keepdim=True), torch.full_like(probs, 1 / probs.shape[-1]), probs)
+        laws.append(probs)
+        return drafter.to_target_ids(torch.multinomial(probs, 1)[:, 0])
+
+    with run.stats.forward("drafter"):
+        anchors = torch.tensor(run.anchors, device=block.hidden.device)
+        walk = drafter.walk_block(block, anchors, choose)
+    return Proposal(walk.token_ids, walk.previous_ids, torch.stack(laws, dim=1) if laws else None)
+
+
+def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each live row's text with the drafts so far behind it, `[1, n_b + k]`."""
+    drafted = torch.stack(tokens, dim=1).to(run.device) if tokens else None
+    prefixes = []
+    for b, row in enumerate(run.rows):
+        text = run.text.prefix(row)
+        prefixes.append(text if drafted is None else torch.cat([text, drafted[b : b + 1]], dim=1))
+    return prefixes
+
+
+__all__ = ["propose"]

@@ -1,0 +1,253 @@
+"""The target during one call: its forward passes, positions, masks and cache (the target's side of step 6).
+
+Rows of a batch accept different numbers of drafts, so a cache slot is not a position: rejected and padded slots become
+holes in a 2D mask, the common tail is cropped, and when holes pass a fixed share the cache is compacted by a gather.
+A single row never has holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..compat import cache_name, pop_cache
+from ..stats import SpeculationStats
+from ..target import text_config
+from .capture import HiddenStateCapture
+from .target_cache import CacheRollback, check_cache
+
+_MAX_HOLE_SHARE = 0.25  # compaction copies the cache once per this share of new slots: O(1) per token
+
+
+class TargetSession:
+    """One target, one cache, one call.
+
+    Args:
+        target: The model.
+        model_kwargs: What `generate` prepared for the forward.
+        capture: Taps on the target, already installed.
+        stats: Where forward time goes.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        capture: HiddenStateCapture,
+        stats: SpeculationStats,
+    ) -> None:
+        self.target = target
+        self.kwargs = dict(model_kwargs)
+        self.capture = capture
+        self.stats = stats
+        self._cache_key = cache_name(target)
+        self._rollback: CacheRollback | None = None
+        self._mask: torch.Tensor | None = None  # [B, W] once holes or padding exist, else None
+        self._base: torch.Tensor | None = None  # position of each row's last prompt token, [..., B, 1]
+        self._cached = 0  # slots in the cache, W
+        self._keeps_mask = False  # whether the forward was given a mask, though nothing is masked
+        self._pass_tokens: list[list[int]] = []
+        self._pass_width = 0
+
+    # --- prompt ---------------------------------------------------------------------------------------------------
+
+    def cached_before(self) -> int:
+        """Tokens a user's half-filled cache already holds."""
+        _, cache = pop_cache(self.kwargs)
+        return 0 if cache is None else int(cache.get_seq_length())
+
+    def check(self, *, max_length: int, batch_size: int) -> None:
+        """Refuse caches that cannot be rolled back; see `check_cache`."""
+        _, cache = pop_cache(self.kwargs)
+        check_cache(self.target, cache, max_length=max_length, batch_size=batch_size)
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        sink: Callable[[torch.Tensor], None],
+    ) -> Any:
+        """The prompt's pass; hands hidden states `[B, S, m*D_t]` of each chunk to `sink` and returns the output.
+
+        Args:
+            input_ids: int64 `[B, P]` (P may be 0 with `inputs_embeds`).
+            generation_config: For `prefill_chunk_size` and the slice behind a half-filled cache.
+            sink: Called once per forward pass.
+        """
+        mask, positions = self.kwargs.get("attention_mask"), self.kwargs.get("position_ids")
+        # `_prefill` pops what it splits into chunks, and the passes after it build on these.
+        kwargs = dict(self.kwargs)
+        outputs = self.capture.run(
+            lambda: self.target._prefill(input_ids, generation_config, kwargs), sink
+        )
+        name, cache = pop_cache(dict(outputs.items()))
+        if name is None:
+            name, cache = pop_cache(self.kwargs)
+        self.kwargs.pop(name or "", None)
+        self.kwargs[self._cache_key] = cache
+        self._rollback = CacheRollback(cache)
+        self.kwargs.pop("inputs_embeds", None)
+        self._mask = mask if mask is not None and not bool(mask.all()) else None
+        self._keeps_mask = mask is not None
+        self._cached = self._prompt_width(input_ids, mask, positions, cache)
+        self._base = None if positions is None else positions[..., -1:]
+        self.stats.num_target_passes += 1
+        return outputs
+
+    @staticmethod
+    def _prompt_width(
+        input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any
+    ) -> int:
+        for known in (positions, mask):
+            if known is not None:
+                return known.shape[-1]
+        length = int(cache.get_seq_length())
+        return length or input_ids.shape[1]
+
+    def forward_plain(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, sink: Callable[[torch.Tensor], None]
+    ) -> None:
+        """A pass over `input_ids [B, S]` without any cache, only for its hidden states."""
+        kwargs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+        if "logits_to_keep" in self.kwargs:
+            kwargs["logits_to_keep"] = 1
+        self.capture.run(lambda: self.target(**kwargs, return_dict=True), sink)
+        self.stats.num_target_passes += 1
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_plain_pass(self) -> bool:
+        """Whether a recurrent target needs a pass without drafts to catch up."""
+        return self._rollback is not None and self._rollback.wants_plain_pass
+
+    def position_room(self) -> int | None:
+        """Drafts that fit before the last learned position; None for rotary and other unbounded positions."""
+        config = text_config(self.target)
+        if getattr(config, "rope_parameters", None) is not None:
+            return None
+        longest = getattr(config, "max_position_embeddings", None)
+        # The anchor takes position `_cached`.
+        return None if longest is None else max(int(longest) - 1 - self._cached, 0)
+
+    def verify(
+        self, text_ids: torch.Tensor, blocks: list[list[int]], generated: Sequence[int]
+    ) -> tuple[Any, torch.Tensor]:
+        """One pass over each row's anchor and drafts.
+
+        Args:
+            text_ids: int64 `[1, n]` whole text of a single row with the block behind it (some models' input
+                preparation looks at it); ignored for several rows.
+            blocks: Per live row, anchor and drafts; rows are padded on the right to the longest.
+            generated: Tokens generated per live row, anchor included.
+
+        Returns:
+            The target's output, its logits `[B, q, V]`, and the hidden states of the block `[B, q, m*D_t]`.
+        """
+        assert self._rollback is not None
+        replay = self._rollback.replay
+        width = max(map(len, blocks))
+        new = len(replay) + width
+        padded = [replay + block + [block[-1]] * (width - len(block)) for block in blocks]
+        ids = text_ids if len(blocks) == 1 else torch.tensor(padded, device=text_ids.device)
+        inputs = self._inputs(ids, [count - len(replay) for count in generated], new=new, width=width)
+        states: list[torch.Tensor] = []
+        with self.stats.forward("target"):
+            outputs = self.capture.run(lambda: self.target(**inputs, return_dict=True), states.append)
+        self._pass_tokens = padded
+        self._pass_width = width
+        self.stats.num_target_passes += 1
+        return outputs, states[0][:, -width:]
+
+    def _inputs(self, ids: torch.Tensor, starts: list[int], *, new: int, width: int) -> dict[str, Any]:
+        kwargs = dict(self.kwargs)
+        rows = len(starts)
+        device = ids.device
+        if self._base is not None:
+            offsets = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
+            kwargs["position_ids"] = self._base + offsets.to(self._base.dtype)
+        if (mask := self._grown_mask(new, rows, device)) is not None:
+            kwargs["attention_mask"] = mask
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = width
+        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            if (types := kwargs.get(name)) is not None:
+                # The text goes on in the last token's type; multimodal types mark inputs only, and 0 is text.
+                last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
+                kwargs[name] = last.expand(rows, new)
+        return self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=new, is_first_iteration=False, **kwargs
+        )
+
+    def _grown_mask(self, new: int, rows: int, device: torch.device) -> torch.Tensor | None:
+        if self._mask is not None:
+            return torch.cat([self._mask, self._mask.new_ones(rows, new)], dim=-1)
+        return torch.ones(rows, self._cached + new, dtype=torch.long, device=device) if self._keeps_mask else None
+
+    def keep(self, counts: list[int]) -> None:
+        """Cut back after a pass: row b keeps the first `counts[b]` tokens of its block (1 = its anchor)."""
+        assert self._rollback is not None
+        width, kept = self._pass_width, max(counts)
+        self._rollback.after_pass(self._pass_tokens[0], width - kept)
+        if len(counts) > 1 and min(counts) < kept and self._mask is None:
+            self._mask = torch.ones(len(counts), self._cached, dtype=torch.long, device=self._device())
+        if self._mask is not None:
+            slots = torch.arange(kept, device=self._mask.device)
+            valid = slots < torch.tensor(counts, device=self._mask.device)[:, None]
+            self._mask = torch.cat([self._mask, valid.to(self._mask.dtype)], dim=-1)
+        self._cached += kept
+        if len(counts) > 1:
+            self._compact()
+
+    def pass_slots(self, count: int) -> tuple[range, range]:
+        """Of a single row's last pass: output slots of its first `count` block tokens, and keys each attended to."""
+        assert self._rollback is not None
+        skipped = len(self._pass_tokens[0]) - self._pass_width
+        first = self._cached + 1
+        return range(skipped, skipped + count), range(first, first + count)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these live rows (indices into the present ones)."""
+        assert self._rollback is not None
+        index = torch.tensor(rows, device=self._device())
+        self._rollback.cache.batch_select_indices(index)
+        self._mask = None if self._mask is None else self._mask[index]
+        self._base = None if self._base is None else self._base[..., index, :]
+        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            if self.kwargs.get(name) is not None:
+                self.kwargs[name] = self.kwargs[name][index]
+
+    def finish(self) -> Any:
+        """Stop recording; returns the cache."""
+        if self._rollback is None:
+            return pop_cache(self.kwargs)[1]
+        self._rollback.finish()
+        return self._rollback.cache
+
+    def _device(self) -> torch.device:
+        return self._base.device if self._base is not None else self.target.device
+
+    def _compact(self) -> None:
+        """Gather each row's valid slots to the right end when more than a fixed share of all slots are holes."""
+        if self._mask is None:
+            return
+        valid = self._mask.sum(-1)
+        width = int(valid.max())
+        if self._cached - width <= _MAX_HOLE_SHARE * self._cached:
+            return
+        # A stable sort moves holes to the left and keeps the order of the rest.
+        order = self._mask.argsort(dim=-1, stable=True)[:, -width:]
+        assert self._rollback is not None
+        for layer in self._rollback.cache.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                index = order.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+                setattr(layer, name, states.gather(2, index))
+        self._mask = self._mask.gather(1, order)
+        self._cached = width
+
+
+__all__ = ["TargetSession"]

@@ -1,0 +1,147 @@
+"""What travels between the steps of a round, and what lives as long as one `generate` call.
+
+Shape letters: `B` live rows, `g` drafts of a block, `V` target vocabulary, `Vd` width of the drafter's logits, `q`
+slots of a verification pass. Token ids that Python decides on are lists of integers: a round reads them from the
+device once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..context_cache import ContextCache
+from ..modeling_dspark import DSparkDrafter, SharedModules
+from ..speculation import SpeculationConfig
+from ..stats import SpeculationStats
+from .processors import Processors
+from .record import Recorder
+from .session import TargetSession
+from .stopping import StopRules
+
+
+@dataclass
+class Proposal:
+    """Drafted tokens and the law they were drawn from (step 3).
+
+    Attributes:
+        token_ids: int64 `[B, g]`, target ids.
+        previous_ids: int64 `[B, g]`, the token before each slot.
+        draft_probs: float32 `[B, g, Vd]`, the exact law of each draw after bias, processors and temperature; None for
+            greedy drafts, whose law is one-hot.
+    """
+
+    token_ids: torch.Tensor
+    previous_ids: torch.Tensor
+    draft_probs: torch.Tensor | None
+
+
+@dataclass
+class RowVerdict:
+    """What verification decided for one row (step 6).
+
+    Attributes:
+        emitted: Accepted drafts and the token after them, up to where the row stops.
+        num_accepted: Accepted drafts, before any cut by a stop rule.
+        is_stopped: Whether a stop rule held at the last emitted token; None: not looked at yet.
+        scores: float32 `[n, V]`, processed scores per token, at least one per emitted one; None when nobody asked.
+        logits: float32 `[n, V]`, raw logits likewise.
+    """
+
+    emitted: list[int]
+    num_accepted: int
+    is_stopped: bool | None = None
+    scores: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass
+class Text:
+    """The text of all rows, prompt included.
+
+    Attributes:
+        ids: int64 buffer `[B0, capacity]` over all original rows; slots past a row's length are scratch.
+        lengths: Tokens per original row.
+        prompt_length: Width of the prompt, left padding included.
+    """
+
+    ids: torch.Tensor
+    lengths: list[int]
+    prompt_length: int
+
+    def write(self, row: int, tokens: list[int], *, at: int | None = None) -> None:
+        """Put `tokens` behind a row's text (or at slot `at`) without counting them; grows the buffer as needed."""
+        start = self.lengths[row] if at is None else at
+        if not tokens:
+            return
+        needed = start + len(tokens)
+        if needed > self.ids.shape[1]:
+            grown = self.ids.new_zeros(self.ids.shape[0], max(needed, 2 * self.ids.shape[1]))
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+        self.ids[row, start:needed] = torch.tensor(tokens, device=self.ids.device)
+
+    def prefix(self, row: int, length: int | None = None) -> torch.Tensor:
+        """The first `length` tokens of a row (None: all of it), int64 `[1, n]`."""
+        return self.ids[row : row + 1, : self.lengths[row] if length is None else length]
+
+
+@dataclass
+class DecodingRun:
+    """One `generate` call: models, settings and the state the steps work on.
+
+    Attributes:
+        drafter, shared: The drafter and what it borrows.
+        session: The target with its cache.
+        settings: Speculation settings of this call.
+        processors, stop_rules: Of this call.
+        do_sample: Whether tokens are drawn.
+        text: All rows' text.
+        rows: Original index of each live row; the first dimension of every `[B, ...]` tensor follows it.
+        anchors: Last committed token of each live row.
+        context: Draft cache of the live rows.
+        pending: Target hidden states the draft cache has not taken yet, `[B, S, m*D_t]`, and how many of each row count.
+        recorder: What the caller wants returned, and the streamer.
+        stats: Counts and times.
+        outputs: The target's output of the present round.
+    """
+
+    drafter: DSparkDrafter
+    shared: SharedModules
+    session: TargetSession
+    settings: SpeculationConfig
+    processors: Processors
+    stop_rules: StopRules
+    do_sample: bool
+    text: Text
+    recorder: Recorder
+    stats: SpeculationStats
+    rows: list[int] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
+    context: ContextCache | None = None
+    pending: tuple[torch.Tensor, list[int]] | None = None
+    outputs: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids and target scores live."""
+        return self.text.ids.device
+
+    def max_drafts(self) -> list[int]:
+        """Most drafts worth verifying per live row: the block, the user's cap, and the tokens the row may still get."""
+        if self.session.wants_plain_pass:
+            return [0] * len(self.rows)
+        block = self.drafter.config.num_draft_tokens
+        cap = block if self.settings.num_assistant_tokens is None else min(block, self.settings.num_assistant_tokens)
+        limits = []
+        for row in self.rows:
+            budget = self.stop_rules.budget(self.text.lengths[row])
+            # One token of the budget comes from the target itself after the accepted drafts.
+            limits.append(cap if budget is None else max(min(cap, budget - 1), 0))
+        room = self.session.position_room()
+        return limits if room is None else [max(min(limit, room), 0) for limit in limits]
+
+
+__all__ = ["DecodingRun", "Proposal", "RowVerdict", "Text"]

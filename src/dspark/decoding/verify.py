@@ -1,0 +1,130 @@
+"""Step 6: one target pass over each row's anchor and scheduled drafts, then exact acceptance.
+
+Two forms give the same law. When all processors look at one row of scores alone, every slot is processed at once and
+`rejection.py` decides in one go. Otherwise slots are processed one after another, as plain decoding would, and the
+walk ends at the first rejection or stop, so that no processor or criterion ever sees a rejected token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .rejection import greedy_verify, rejection_sample
+from .schedule import pad_drafts
+from .state import DecodingRun, Proposal, RowVerdict
+
+
+def verify(run: DecodingRun, proposal: Proposal | None, drafts: list[list[int]]) -> list[RowVerdict]:
+    """Run the target and decide every live row; the pass's hidden states become the next context.
+
+    Args:
+        run: The call.
+        proposal: What was drafted; None in a round without drafts.
+        drafts: Scheduled drafts per live row.
+    """
+    blocks = [[anchor, *row] for anchor, row in zip(run.anchors, drafts, strict=True)]
+    for row, tokens in zip(run.rows, drafts, strict=True):
+        run.text.write(row, tokens)
+    single = run.rows[0]
+    text = run.text.prefix(single, run.text.lengths[single] + len(drafts[0])) if len(blocks) == 1 else run.text.ids
+    generated = [run.text.lengths[row] - run.text.prompt_length for row in run.rows]
+    outputs, states = run.session.verify(text, blocks, generated)
+    run.outputs = outputs
+    run.pending = (states, [len(block) for block in blocks])
+    logits = outputs.logits[:, -max(map(len, blocks)) :].to(run.device, torch.float32)
+    if run.processors.target_is_row_wise:
+        return _verify_at_once(run, proposal, drafts, logits)
+    return [_verify_slot_by_slot(run, proposal, drafts[b], b, logits[b]) for b in range(len(drafts))]
+
+
+def _verify_at_once(
+    run: DecodingRun, proposal: Proposal | None, drafts: list[list[int]], logits: torch.Tensor
+) -> list[RowVerdict]:
+    ids, lengths = pad_drafts(drafts, run.device)
+    scores = logits
+    if run.processors.target:
+        scores = run.processors.process_target_rows(logits.flatten(0, 1).clone()).view_as(logits)
+    if run.do_sample:
+        verdict = rejection_sample(
+            ids,
+            _draft_law(run, proposal, ids.shape[1]),
+            scores.softmax(-1),
+            lengths,
+            draft_token_ids=_draft_vocabulary(run),
+        )
+    else:
+        verdict = greedy_verify(ids, scores.argmax(-1), lengths)
+    decided = torch.stack([verdict.num_accepted, verdict.next_ids]).tolist()  # the round's one read from the device
+    verdicts = []
+    for b, (accepted, next_id) in enumerate(zip(*decided, strict=True)):
+        row = RowVerdict([*drafts[b][:accepted], next_id], accepted)
+        if run.recorder.wants_scores:
+            row.scores, row.logits = scores[b], logits[b]
+        verdicts.append(row)
+    return verdicts
+
+
+def _draft_law(run: DecodingRun, proposal: Proposal | None, width: int) -> torch.Tensor | None:
+    if proposal is None or proposal.draft_probs is None:
+        return None
+    return proposal.draft_probs[:, :width].to(run.device)
+
+
+def _draft_vocabulary(run: DecodingRun) -> torch.Tensor | None:
+    ids = run.drafter.draft_token_ids
+    return None if ids is None else ids.to(run.device)
+
+
+def _verify_slot_by_slot(
+    run: DecodingRun, proposal: Proposal | None, drafts: list[int], b: int, logits: torch.Tensor
+) -> RowVerdict:
+    """One row; `logits [q, V]` of its pass. Stops are looked at after every token, as plain decoding does."""
+    row = run.rows[b]
+    start = run.text.lengths[row]
+    processed: list[torch.Tensor] = []
+    emitted: list[int] = []
+    accepted = 0
+    stopped = False
+    earlier = run.recorder.scores
+    for k in range(len(drafts) + 1):
+        scores = run.processors.process_target(run.text.prefix(row, start + k), logits[k : k + 1].clone())
+        processed.append(scores)
+        is_accepted, token = _decide(run, proposal, drafts, b, k, scores)
+        accepted += is_accepted
+        emitted.append(token)
+        run.text.write(row, [token], at=start + k)
+        seen = None if earlier is None else earlier + tuple(processed)
+        stopped = run.stop_rules.stops_at(run.text.prefix(row, start + k + 1), start + k + 1, seen)
+        if stopped or not is_accepted:
+            break
+    verdict = RowVerdict(emitted, accepted, stopped)
+    if run.recorder.wants_scores:
+        verdict.scores, verdict.logits = torch.cat(processed), logits[: len(processed)]
+    return verdict
+
+
+def _decide(
+    run: DecodingRun, proposal: Proposal | None, drafts: list[int], b: int, k: int, scores: torch.Tensor
+) -> tuple[bool, int]:
+    """Accept slot k's draft or emit the target's own token; behind the last draft there is only the latter."""
+    if not run.do_sample:
+        token = int(scores.argmax(-1))
+        return k < len(drafts) and token == drafts[k], token
+    probs = scores.softmax(-1)[:, None]
+    if k == len(drafts):
+        return False, int(torch.multinomial(probs[:, 0], 1))
+    law = None if proposal is None or proposal.draft_probs is None else proposal.draft_probs[b : b + 1, k : k + 1]
+    verdict = rejection_sample(
+        torch.tensor([[drafts[k]]], device=run.device),
+        None if law is None else law.to(run.device),
+        # The token after an acceptance is not drawn here but at its own slot, so its law does not matter.
+        probs.expand(-1, 2, -1),
+        torch.ones(1, dtype=torch.long, device=run.device),
+        draft_token_ids=_draft_vocabulary(run),
+    )
+    if int(verdict.num_accepted):
+        return True, drafts[k]
+    return False, int(verdict.next_ids)
+
+
+__all__ = ["verify"]
