@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .configuration_dspark import DSparkConfig
+from .cpu import optimize_for_cpu
 from .decoding.generate import DSparkGenerationMixin, install
 from .hub import register
 from .modeling_dspark import DraftOutput, DSparkDrafter
@@ -21,5 +22,6 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "__version__",
+    "optimize_for_cpu",
 ]
 

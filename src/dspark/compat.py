@@ -10,24 +10,41 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import cache_utils
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 
-def cache_name(target: PreTrainedModel) -> str:
-    """Keyword under which the target's forward takes its cache: `cache` since 5.24, `past_key_values` before.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(target: Any) -> str:
+    """Keyword under which the target's forward takes its cache: `cache` since 5.24, `past_key_values` before, or
+    `cache_params` for Mamba.
 
     Hard-coding `cache` would be swallowed by `**kwargs` before 5.24: an empty cache and wrong logits, without an error.
     """
-    return "cache" if "cache" in inspect.signature(type(target).forward).parameters else "past_key_values"
+    parameters = inspect.signature(type(target).forward).parameters
+    return next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
 
 
 def pop_cache(kwargs: dict[str, Any]) -> tuple[str | None, Any]:
     """Name and value of the cache in `model_kwargs`, whichever name it goes by."""
-    for name in ("cache", "past_key_values", "cache_params"):
+    for name in _CACHE_NAMES:
         if kwargs.get(name) is not None:
             return name, kwargs[name]
     return None, None
+
+
+def cache_length(cache: Any) -> int | None:
+    """Tokens in a cache; None where no layer counts them (all recurrent)."""
+    if cache.layers and not any(hasattr(layer, "get_seq_length") for layer in cache.layers):
+        return None
+    return int(cache.get_seq_length())
+
+
+def dummy_layers() -> tuple[type, ...]:
+    """Cache layers of target layers that keep nothing (they share another's keys): a class of its own since 5.23."""
+    return tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 def output_cache_field() -> str:
@@ -60,4 +77,11 @@ def check_generation_hooks() -> None:
             )
 
 
-__all__ = ["cache_name", "check_generation_hooks", "output_cache_field", "pop_cache"]
+__all__ = [
+    "cache_length",
+    "cache_name",
+    "check_generation_hooks",
+    "dummy_layers",
+    "output_cache_field",
+    "pop_cache",
+]

@@ -52,7 +52,8 @@ class DSparkConfig(PreTrainedConfig):
         confidence_temperatures (`list[float]`, *optional*): Calibrated temperature per draft position (section 3.2.1).
         share_embedding (`bool`): The embedding is borrowed from the target by reference and not stored.
         share_lm_head (`bool`): The LM head is borrowed from the target by reference and not stored.
-        target (`dict`, *optional*): Note on the target it was trained for: `name`, `model_type`, `fingerprint`, ...
+        target (`dict`, *optional*): Note on the target it was trained for, as `dspark.pairing.fingerprint`
+            writes it: `name`, `model_type`, sizes, hashes of a few weights; nothing private.
 
     Raises:
         ValueError: A field is missing, out of range or contradicts another; the message names the field, the value
@@ -60,6 +61,8 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
+    # transformers compares with a default instance when saving; there is none, as some fields have no safe default.
+    has_no_defaults_at_init = True
 
     def __init__(
         self,

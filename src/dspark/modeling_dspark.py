@@ -396,9 +396,10 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         )
 
     def decode(self, target: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Decoding method for `target.generate(**inputs, custom_generate=drafter.decode)`; see `decoding/generate.py`.
+        """Decoding method: `target.generate(**inputs, custom_generate=drafter.decode)` is `assistant_model=drafter`.
 
-        This door gets neither streamer nor tokenizer from transformers; `assistant_model=drafter` has both.
+        Wrapped in another callable it gets neither streamer nor tokenizer from transformers, and takes its settings
+        from `drafter.speculation` alone.
         """
         from .decoding.generate import decode_from_custom_generate
 

@@ -5,11 +5,18 @@ The only place that knows how models are put together; everything else takes the
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from .compat import cache_name
+
+# target -> (device, dtype) -> whether its recurrent layers go on from their state
+_carrying: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 def unwrap(model: Any) -> Any:
@@ -106,6 +113,39 @@ def rotary_kind(config: Any) -> tuple[str | None, float | None]:
     return rope.get("rope_type"), rope.get("rope_theta")
 
 
+def carries_state(target: PreTrainedModel) -> bool:
+    """Whether the recurrent layers of a target go on from their state in a pass over several tokens.
+
+    Some start such a pass from an empty state, without an error; it depends on the model, transformers and the kernels
+    installed. So it is tried, once per target, device and dtype: a few tokens in one pass and in two must leave the
+    same state, but for rounding.
+    """
+    known = _carrying.setdefault(target, {})
+    key = (target.device, target.dtype)
+    if key not in known:
+        whole, parts = _state_after(target, [8]), _state_after(target, [5, 3])
+        known[key] = bool((whole - parts).norm() <= 0.1 * whole.norm())
+    return known[key]
+
+
+@torch.no_grad()
+def _state_after(target: PreTrainedModel, widths: list[int]) -> torch.Tensor:
+    """First recurrent state after passes of these widths; the last hidden state of a model with convolutions only."""
+    decoder = target.get_decoder()
+    device = next(decoder.parameters()).device
+    ids = torch.arange(sum(widths), device=device)[None]
+    cache = DynamicCache(config=text_config(target))
+    for part in ids.split(widths, dim=1):
+        outputs = decoder(input_ids=part, use_cache=True, **{cache_name(decoder): cache})
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = layer.recurrent_states
+            for state in states.values() if isinstance(states, dict) else [states]:
+                if state is not None:
+                    return state.float()
+    return outputs.last_hidden_state[:, -1].float()
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """Whether weights are missing for good: on the meta device, and not there because accelerate offloads them."""
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -114,6 +154,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 __all__ = [
+    "carries_state",
     "decoder_layers",
     "describe",
     "embedding_module",

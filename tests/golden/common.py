@@ -24,6 +24,16 @@ def read(kind: str, name: str) -> dict[str, Any]:
     return json.loads((golden_root() / kind / f"{name}.json").read_text())
 
 
+def cases(kind: str) -> list[tuple[str, int]]:
+    """Draft name and case index of every case whose tensors are at hand (a clone has a subset)."""
+    return [
+        (name, i)
+        for name in names(kind)
+        for i, case in enumerate(read(kind, name)["cases"])
+        if (golden_root() / kind / case["file"]).is_file()
+    ]
+
+
 def tensors(kind: str, file: str) -> dict[str, torch.Tensor]:
     return load_file(golden_root() / kind / file)
 

@@ -13,7 +13,7 @@ from dspark.objective import Objective, block_attention_mask, build_blocks
 
 from . import common
 
-CASES = [(n, i) for n in common.names("training") for i in range(len(common.read("training", n)["cases"]))]
+CASES = common.cases("training")
 TOL = {"atol": 2e-4, "rtol": 2e-4}
 
 

@@ -13,7 +13,7 @@ from dspark.context_cache import ContextCache
 
 from . import common
 
-CASES = [(name, i) for name in common.names("vectors") for i in range(len(common.read("vectors", name)["cases"]))]
+CASES = common.cases("vectors")
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)

@@ -22,7 +22,7 @@ BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 _REACHED = 1e-6  # below this an outcome may never occur (`BELOW_ONE` does not get there), so nothing is asked of it
 
 
-def measured_verifier(sample: Sampler, dtype: torch.dtype = torch.float64, steps: int = 32) -> Verify:
+def measured_verifier(sample: Sampler, dtype: torch.dtype = torch.float64, steps: int = 25) -> Verify:
     """One round's law (see `law.verifier`) as a sampler realises it on laws cast to `dtype`, to within `2**-steps`."""
 
     def verify(drafts: Text, draft_laws: Sequence[Law], target_laws: Sequence[Law]) -> TextLaw:
@@ -32,66 +32,48 @@ def measured_verifier(sample: Sampler, dtype: torch.dtype = torch.float64, steps
         target_probs = torch.tensor([[[float(v) for v in law] for law in target_laws]], dtype=dtype)
 
         def run(uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = len(uniforms)
+            n = len(uniforms)
+            lengths = torch.full((n,), slots)
             return sample(
-                ids.expand(rows, -1),
-                draft_probs.expand(rows, -1, -1),
-                target_probs.expand(rows, -1, -1),
-                torch.full((rows,), slots),
-                uniforms,
+                ids.expand(n, -1), draft_probs.expand(n, -1, -1), target_probs.expand(n, -1, -1), lengths, uniforms
             )
 
-        stays = _stay_probabilities(run, slots, steps)
-        next_laws = _next_laws(run, stays, size, steps)
-        law: TextLaw = defaultdict(float)
-        for count in range(slots + 1):
-            weight = _weight(stays, count)
-            for token, mass in enumerate(next_laws[count].tolist()):
-                law[(*drafts[:count], token)] += weight * mass
-        return law
+        return _assemble(drafts, *_measure(run, slots, size, steps))
 
     return verify
 
 
-def _weight(stays: list[float], count: int) -> float:
-    """Probability that exactly the first `count` drafts stay."""
-    reached = 1.0
-    for stay in stays[:count]:
-        reached *= stay
-    return reached * (1 - stays[count]) if count < len(stays) else reached
+def _measure(run: Callable, slots: int, size: int, steps: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """Per slot its stay probability; per accepted count the next token's law `[K + 1, V]` and the counts seen there.
 
-
-def _stay_probabilities(run: Callable, slots: int, steps: int) -> list[float]:
-    """Largest uniform that keeps slot k when the earlier ones are kept (uniform 0), per slot."""
-    slot = torch.arange(slots)
-
-    def kept(uniform: torch.Tensor) -> torch.Tensor:
-        return run(torch.cat([torch.diag(uniform), torch.zeros(slots, 1).double()], dim=1))[0] > slot
-
-    return _supremum(kept, (slots,), steps).tolist()
-
-
-def _next_laws(run: Callable, stays: list[float], size: int, steps: int) -> torch.Tensor:
-    """Law of the next token after each accepted count, `[K + 1, V]`."""
-    slots = len(stays)
-    acceptance = torch.eye(slots + 1, dtype=torch.float64)[:, :slots] * BELOW_ONE  # row n: kept before n, refused at n
-
-    def at_most(uniform: torch.Tensor) -> torch.Tensor:
-        uniforms = torch.cat([acceptance[:, None].expand(-1, size, -1), uniform[..., None]], dim=-1)
-        counts, ids = (t.view(slots + 1, size) for t in run(uniforms.flatten(0, 1)))
-        for count in range(slots + 1):
-            if _weight(stays, count) > _REACHED and not (counts[count] == count).all():
-                raise ValueError(f"Expected {count} accepted drafts, got {counts[count].unique().tolist()}.")
-        return ids <= torch.arange(size)
-
-    cumulative = _supremum(at_most, (slots + 1, size), steps)
-    return cumulative.diff(dim=-1, prepend=torch.zeros(slots + 1, 1).double())
-
-
-def _supremum(passes: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...], steps: int) -> torch.Tensor:
-    low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+    Rows 0 .. K-1 bisect the uniform of one slot, the earlier ones kept by uniform 0: the largest that keeps it. The
+    others, one per count n and token v, refuse slot n and bisect the last uniform: the largest with a token <= v.
+    """
+    refused = torch.arange(slots + 1).repeat_interleave(size)
+    start = torch.zeros(slots + len(refused), slots + 1, dtype=torch.float64)
+    start[slots:, :slots] = torch.eye(slots + 1)[refused, :slots] * BELOW_ONE
+    column = torch.cat([torch.arange(slots), torch.full((len(refused),), slots)])[:, None]
+    low, high = torch.zeros(len(start), 1).double(), torch.ones(len(start), 1).double()
     for _ in range(steps):
         middle = (low + high) / 2
-        passed = passes(middle)
+        counts, ids = run(start.scatter(1, column, middle))
+        kept = counts[:slots] > torch.arange(slots)
+        below = ids[slots:] <= torch.arange(size).repeat(slots + 1)
+        passed = torch.cat([kept, below])[:, None]
         low, high = torch.where(passed, middle, low), torch.where(passed, high, middle)
-    return high
+    cumulative = high[slots:].view(slots + 1, size)
+    next_laws = cumulative.diff(dim=-1, prepend=torch.zeros(slots + 1, 1).double())
+    return high[:slots, 0].tolist(), next_laws, counts[slots:].view(slots + 1, size)
+
+
+def _assemble(drafts: Text, stays: list[float], next_laws: torch.Tensor, counts: torch.Tensor) -> TextLaw:
+    law: TextLaw = defaultdict(float)
+    reached = 1.0
+    for count, stay in enumerate([*stays, 0.0]):
+        weight = reached * (1 - stay)
+        if weight > _REACHED and not (counts[count] == count).all():
+            raise ValueError(f"Expected {count} accepted drafts, got {counts[count].tolist()}.")
+        for token, mass in enumerate(next_laws[count].tolist()):
+            law[(*drafts[:count], token)] += weight * mass
+        reached *= stay
+    return law

@@ -1,1 +1,29 @@
-"""Placeholder."""
+"""The `dspark` command. One file per sub-command."""
+
+from __future__ import annotations
+
+import typer
+
+from .data import data
+from .demo import demo
+from .generate import generate
+from .inspect import inspect
+from .train import train
+
+app = typer.Typer(
+    name="dspark",
+    help="Lossless speculative decoding with DSpark drafters on Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+for command in (demo, generate, inspect, data, train):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point of the `dspark` script."""
+    app()
+
+
+__all__ = ["app", "main"]

@@ -1,43 +1,42 @@
 """Doors into the loop: `generate(assistant_model=drafter)`, `generate(custom_generate=drafter.decode)`, a mixin.
 
-Importing `dspark` wraps the public `GenerationMixin.generate` once. A call whose `assistant_model` is one of our
-drafters goes on through transformers' own `custom_generate=<callable>` extension point, so that inputs, processors,
-criteria and caches are prepared by the library itself; every other call passes through untouched. That extension
-point hands the callable neither streamer nor tokenizer, so both are bound here. (Wrapping the private
+Importing `dspark` wraps the public `GenerationMixin.generate` once. A call whose assistant or decoding method is one
+of our drafters goes on through transformers' own `custom_generate=<callable>` extension point, so that inputs,
+processors, criteria and caches are prepared by the library itself; every other call passes through untouched. That
+extension point hands the callable neither streamer nor tokenizer, so both are bound here. (Wrapping the private
 `_assisted_decoding` instead would meet assisted mode's refusals of batches and recurrent models first.)
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..compat import check_generation_hooks, output_cache_field
 from ..modeling_dspark import DSparkDrafter
 from ..pairing import require_pair
 from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
-from ..target import describe, unwrap
+from ..target import logit_rows
+from .arguments import bind_stop_strings, call_settings, check_arguments, check_mode, drafter_of
 from .capture import HiddenStateCapture
 from .loop import decode
 from .processors import Processors
 from .record import Recorder
 from .session import TargetSession
-from .state import DecodingRun, Text
+from .state import DecodingRun, DraftVocabulary, Text
 from .stopping import StopRules
 
 _MARK = "_dspark_original"
-# Knobs with transformers' own names, read from the call, then from the config passed to it.
-_KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
 @dataclass
@@ -51,12 +50,6 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculationStats | None = None
 
 
-def as_drafter(assistant: Any) -> DSparkDrafter | None:
-    """The drafter behind an `assistant_model`: as it is, compiled, or wrapped by PEFT; None for anything else."""
-    model = unwrap(assistant)
-    return model if isinstance(model, DSparkDrafter) else None
-
-
 def install() -> None:
     """Wrap `GenerationMixin.generate`; calling it again changes nothing.
 
@@ -67,89 +60,42 @@ def install() -> None:
     if hasattr(original, _MARK):
         return
     check_generation_hooks()
+    names = list(inspect.signature(original).parameters)[1:-1]  # without `self` and `**kwargs`
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = as_drafter(kwargs.get("assistant_model"))
-        if drafter is None:
+        named = dict(zip(names, args, strict=False))
+        call = {**named, **kwargs}
+        drafter = drafter_of(call)
+        is_malformed = len(args) > len(names) or named.keys() & kwargs  # a TypeError, which is Python's to raise
+        if drafter is None or is_malformed:
             return original(self, *args, **kwargs)
-        return generate_with_drafter(self, drafter, original, args, kwargs)
+        return generate_with_drafter(self, drafter, original, call)
 
     setattr(generate, _MARK, original)
     GenerationMixin.generate = generate  # type: ignore[method-assign]
 
 
 def generate_with_drafter(
-    target: PreTrainedModel,
-    drafter: DSparkDrafter,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    target: PreTrainedModel, drafter: DSparkDrafter, original: Callable[..., Any], call: dict[str, Any]
 ) -> Any:
-    """`target.generate(*args, assistant_model=drafter, **kwargs)` by our loop.
+    """`target.generate(**call)` by our loop; `call` names the drafter.
 
     Raises:
         ValueError: The pair, the generation mode or an option cannot be exact; nothing has run yet.
     """
-    kwargs = dict(kwargs)
-    kwargs.pop("assistant_model", None)
-    if len(args) > 2:
-        raise ValueError("With a drafter, pass every argument of `generate` after `generation_config` by keyword.")
-    if kwargs.get("custom_generate") is not None:
-        raise ValueError("`custom_generate` and a DSpark `assistant_model` both choose the decoding loop: pass one.")
-    passed = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    streamer = kwargs.pop("streamer", None)
-    tokenizer = kwargs.pop("tokenizer", None)
-    kwargs.pop("assistant_tokenizer", None)
-    settings = call_settings(drafter, passed, kwargs)
-    stop_strings = _stop_strings(target, passed, kwargs)
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError("`stop_strings` needs the tokenizer: pass `tokenizer=...` to `generate`.")
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        # An explicit None also overrides what the target's own generation config says.
-        kwargs.update(stopping_criteria=criteria, stop_strings=None)
+    call = dict(call)
+    if call.pop("assistant_model", None) is not None and call.get("custom_generate") is not None:
+        raise ValueError("`custom_generate` and `assistant_model` both choose the decoding loop: pass one of them.")
+    call.pop("custom_generate", None)
+    call.pop("assistant_tokenizer", None)  # the pair shares one vocabulary, which `require_pair` holds it to
+    streamer, tokenizer = call.get("streamer"), call.pop("tokenizer", None)
+    settings = call_settings(drafter, call.get("generation_config"), call)
+    check_arguments(target, call)
+    bind_stop_strings(target, call, tokenizer)
     require_pair(target, drafter, tokenizer=tokenizer)
-    if passed is not None and stop_strings is not None:
-        passed = copy.deepcopy(passed)  # the caller's object stays as it was
-        passed.stop_strings = None
-        if len(args) > 1:
-            args = (args[0], passed)
-        else:
-            kwargs["generation_config"] = passed
-    if streamer is not None:
-        kwargs["streamer"] = streamer  # `generate` puts the prompt itself
-    return original(target, *args, custom_generate=_Door(drafter, settings, streamer), **kwargs)
-
-
-def _stop_strings(target: PreTrainedModel, passed: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-    for value in (kwargs.pop("stop_strings", None), getattr(passed, "stop_strings", None)):
-        if value is not None:
-            return value
-    return getattr(target.generation_config, "stop_strings", None)
-
-
-def call_settings(drafter: DSparkDrafter, passed: GenerationConfig | None, kwargs: dict[str, Any]) -> SpeculationConfig:
-    """Settings of one call: the call's keywords, then the config passed to it, then `drafter.speculation`.
-
-    transformers' global defaults of the same knobs (20 tokens, threshold 0.4) were made for other assistants and are
-    not looked at. `speculation=SpeculationConfig(...)` replaces the drafter's for this call.
-    """
-    settings = kwargs.pop("speculation", None) or drafter.speculation
-    if not isinstance(settings, SpeculationConfig):
-        raise ValueError(f"`speculation` must be a SpeculationConfig, got {type(settings).__name__}.")
-    changes = {}
-    for knob in _KNOBS:
-        value = kwargs.pop(knob, None)
-        if value is None and passed is not None:
-            value = getattr(passed, knob, None)
-        if value is not None:
-            changes[knob] = value
-    for field in fields(SpeculationConfig):
-        if field.name not in _KNOBS and field.name in kwargs:
-            changes[field.name] = kwargs.pop(field.name)
-    return replace(settings, **changes) if changes else settings
+    # `generate` itself puts the prompt to the streamer, the loop the rest.
+    return original(target, custom_generate=_Door(drafter, settings, streamer), **call)
 
 
 class _Door:
@@ -208,6 +154,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     recorder = Recorder(generation_config, streamer)
     stop_rules = StopRules(stopping_criteria)
     check_mode(target, generation_config, recorder, batch_size=input_ids.shape[0])
+    stop_rules.check_batch(input_ids.shape[0])
     stats = SpeculationStats(num_rows=input_ids.shape[0])
     capture = HiddenStateCapture(target, drafter.config.target_layer_ids or [])
     session = TargetSession(target, model_kwargs, capture, stats)
@@ -216,6 +163,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     run = DecodingRun(
         drafter=drafter,
         shared=drafter.shared_modules(target),
+        vocabulary=DraftVocabulary.of(drafter, logit_rows(target), input_ids.device),
         session=session,
         settings=settings,
         processors=Processors(logits_processor),
@@ -264,49 +212,25 @@ def finished_sequences(run: DecodingRun, generation_config: GenerationConfig) ->
     return sequences
 
 
-def check_mode(
-    target: PreTrainedModel, generation_config: GenerationConfig, recorder: Recorder, *, batch_size: int
-) -> None:
-    """Refuse generation modes that a drafter cannot serve exactly.
-
-    Raises:
-        ValueError: Names the option, its value and the way out.
-    """
-    name = describe(target)
-    refused = {
-        "num_beams": (generation_config.num_beams or 1) > 1,
-        "penalty_alpha": bool(generation_config.penalty_alpha),
-        "dola_layers": generation_config.dola_layers is not None,
-        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
-    }
-    for option, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"`{option}={getattr(generation_config, option)}` chooses a decoding strategy of its own, which a DSpark "
-                f"drafter cannot speed up (target {name}). Use greedy decoding or sampling, or leave `assistant_model` out."
-            )
-    if generation_config.use_cache is False:
-        raise ValueError(f"A drafter needs the target's cache, got `use_cache=False` (target {name}). Leave it on.")
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; DSpark drafters serve decoder-only models.")
-    if batch_size > 1 and recorder.is_single_row:
-        raise ValueError(
-            f"Streaming and returned scores, logits, attentions or hidden states come from a single row, got a batch of "
-            f"{batch_size}: rows of a batch accept different numbers of drafts. Generate row by row."
-        )
-
-
 class DSparkGenerationMixin:
     """For people who compose a model class: `class MyModel(DSparkGenerationMixin, LlamaForCausalLM)`.
 
-    `generate` uses `self.drafter` when no `assistant_model` is passed; everything else is as transformers has it.
+    `generate` uses `self.drafter` when no `assistant_model` is passed; everything else is as transformers has it. The
+    drafter is a plain attribute, not a submodule: it is neither saved nor moved with the model.
     """
 
     drafter: DSparkDrafter | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "drafter":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, with `self.drafter` as the assistant unless another is named."""
-        if self.drafter is not None and kwargs.get("assistant_model") is None and kwargs.get("custom_generate") is None:
+        names_loop = kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None
+        if self.drafter is not None and not names_loop:
             kwargs["assistant_model"] = self.drafter
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -314,7 +238,6 @@ class DSparkGenerationMixin:
 __all__ = [
     "DSparkGenerationMixin",
     "SpeculativeOutput",
-    "as_drafter",
     "decode_from_custom_generate",
     "decode_with",
     "install",

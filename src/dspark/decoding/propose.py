@@ -17,24 +17,34 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     laws: list[torch.Tensor] = []
     drafter, processors = run.drafter, run.processors
     needs_prefix = bool(processors.draft) and not processors.draft_is_row_wise
+    vocabulary = run.vocabulary
     vocab = drafter.config.vocab_size
 
     def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
         if processors.draft:
             prefixes = _prefixes(run, tokens) if needs_prefix else []
             logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
+        if vocabulary.forbidden is not None:
+            logits = logits.masked_fill(vocabulary.forbidden, -torch.inf)
         if not run.do_sample:
             return drafter.to_target_ids(logits.argmax(-1))
-        # A slot whose every token a processor forbids has no law; any is exact, so the uniform one serves.
-        probs = logits.float().softmax(-1)
-        probs = torch.where(probs.isnan().any(-1, keepdim=True), torch.full_like(probs, 1 / probs.shape[-1]), probs)
-        laws.append(probs)
+        probs = _law(logits.float(), vocabulary.forbidden)
+        laws.append(probs if vocabulary.kept is None else probs[:, vocabulary.kept])
         return drafter.to_target_ids(torch.multinomial(probs, 1)[:, 0])
 
     with run.stats.forward("drafter"):
         anchors = torch.tensor(run.anchors, device=block.hidden.device)
         walk = drafter.walk_block(block, anchors, choose)
     return Proposal(walk.token_ids, walk.previous_ids, torch.stack(laws, dim=1) if laws else None)
+
+
+def _law(logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of draft scores `[B, Vd]`; where processors left no token at all, uniform over those with a row."""
+    uniform = torch.zeros_like(logits)
+    if forbidden is not None:
+        uniform = uniform.masked_fill(forbidden, -torch.inf)
+    empty = logits.isneginf().all(-1, keepdim=True)
+    return torch.where(empty, uniform, logits).softmax(-1)
 
 
 def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -47,8 +47,9 @@ def rejection_sample(
     Args:
         draft_ids: Drafts in target ids, int64 `[B, K]`. Slots from `lengths[b]` on are padding: any id, any law.
         draft_probs: The law each draft was drawn from, after every warper, `[B, K, Vd]`. None: greedy drafts, that is
-            laws with all mass on `draft_ids`; nothing V-wide is built for them. A scheduled draft with p_d(x) = 0,
-            which cannot have been drawn, is judged by the limit of the ratio: it stays if p_t(x) > 0.
+            laws with all mass on `draft_ids`, of which nothing V-wide is built; this form is exact however the drafts
+            and their number were chosen. A scheduled draft with p_d(x) = 0, which cannot have been drawn, is judged by
+            the limit of the ratio: it stays if p_t(x) > 0.
         target_probs: The target's law at each slot and after the last, `[B, K + 1, V]`, float32 or float64.
         lengths: Scheduled drafts per row, int64 `[B]`, 0 to K.
         draft_token_ids: Sorted target ids of a reduced draft vocabulary, int64 `[Vd]`; None: Vd is V. Unused when
@@ -187,7 +188,8 @@ def _residual(
     draft_row = draft_probs[torch.arange(len(drafts), device=drafts.device), slot]  # [B, Vd]
     if draft_token_ids is None:
         return (target_row - draft_row).clamp(min=0)
-    return target_row.index_add(1, draft_token_ids, draft_row, alpha=-1).clamp(min=0)
+    inside = (target_row.index_select(1, draft_token_ids) - draft_row).clamp(min=0)
+    return target_row.scatter(1, draft_token_ids.expand_as(inside), inside)
 
 
 def _check_rows(draft_ids: torch.Tensor, lengths: torch.Tensor) -> None:

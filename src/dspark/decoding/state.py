@@ -8,7 +8,7 @@ device once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,32 @@ from .session import TargetSession
 from .stopping import StopRules
 
 
+class DraftVocabulary(NamedTuple):
+    """Which columns of the drafter's logits may be drafted: those whose token the target's logits have a row for.
+
+    Attributes:
+        forbidden: bool `[Vd]`, columns to mask before a draw; None when there is none.
+        kept: int64, indices of the other columns; None when all are kept.
+        target_ids: int64 `[kept]`, their target ids; None when column j is token j up to the target's last row.
+    """
+
+    forbidden: torch.Tensor | None
+    kept: torch.Tensor | None
+    target_ids: torch.Tensor | None
+
+    @classmethod
+    def of(cls, drafter: DSparkDrafter, rows: int, device: torch.device) -> DraftVocabulary:
+        """Of a drafter and a target with `rows` rows of logits; the law's tensors live on `device`."""
+        ids = drafter.draft_token_ids
+        columns = torch.arange(drafter.config.num_logits, device=drafter.device) if ids is None else ids
+        forbidden = columns >= rows
+        if not bool(forbidden.any()):
+            whole = ids is None and drafter.config.num_logits == rows
+            return cls(None, None, None if whole else columns.to(device))
+        kept = (~forbidden).nonzero()[:, 0]
+        return cls(forbidden, kept, None if ids is None else ids[kept].to(device))
+
+
 @dataclass
 class Proposal:
     """Drafted tokens and the law they were drawn from (step 3).
@@ -29,8 +55,8 @@ class Proposal:
     Attributes:
         token_ids: int64 `[B, g]`, target ids.
         previous_ids: int64 `[B, g]`, the token before each slot.
-        draft_probs: float32 `[B, g, Vd]`, the exact law of each draw after bias, processors and temperature; None for
-            greedy drafts, whose law is one-hot.
+        draft_probs: float32 `[B, g, kept columns]`, the exact law of each draw after bias, processors and temperature;
+            None for greedy drafts, whose law is one-hot.
     """
 
     token_ids: torch.Tensor
@@ -94,6 +120,7 @@ class DecodingRun:
 
     Attributes:
         drafter, shared: The drafter and what it borrows.
+        vocabulary: What it may draft.
         session: The target with its cache.
         settings: Speculation settings of this call.
         processors, stop_rules: Of this call.
@@ -110,6 +137,7 @@ class DecodingRun:
 
     drafter: DSparkDrafter
     shared: SharedModules
+    vocabulary: DraftVocabulary
     session: TargetSession
     settings: SpeculationConfig
     processors: Processors
@@ -144,4 +172,4 @@ class DecodingRun:
         return limits if room is None else [max(min(limit, room), 0) for limit in limits]
 
 
-__all__ = ["DecodingRun", "Proposal", "RowVerdict", "Text"]
+__all__ = ["DecodingRun", "DraftVocabulary", "Proposal", "RowVerdict", "Text"]

@@ -18,16 +18,28 @@ class StopRules:
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
-        self.max_length = min(
-            (c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=None
-        )
-        # By attribute, as plain decoding recognises them: a subclass with this attribute also stops its row.
-        eos = [c for c in criteria if isinstance(c, EosTokenCriteria)]
+        # Exact types only: a subclass may decide otherwise and is asked like any other criterion.
+        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
+        eos = [c for c in criteria if type(c) is EosTokenCriteria]
         self.eos_ids = {int(i) for c in eos for i in torch.as_tensor(c.eos_token_id).flatten().tolist()}
         self._others = StoppingCriteriaList(
             [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         )
-        self.pads_finished_rows = any(hasattr(c, "eos_token_id") for c in criteria)
+        self._pads_finished_rows = any(hasattr(c, "eos_token_id") for c in criteria)  # as plain decoding finds out
+
+    def check_batch(self, batch_size: int) -> None:
+        """Refuse batches whose rows may stop apart without a rule for what follows in the ones that stop early.
+
+        Raises:
+            ValueError: Names the criteria and the way out.
+        """
+        if batch_size > 1 and self._others and not self._pads_finished_rows:
+            names = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
+            raise ValueError(
+                f"{names} may stop the {batch_size} rows of the batch at different lengths, and without an "
+                "`eos_token_id` plain decoding goes on writing behind a row's end until all rows have stopped, which a "
+                "drafter does not do. Set `eos_token_id` and `pad_token_id`, or generate row by row."
+            )
 
     def first_eos(self, tokens: list[int]) -> int | None:
         """Index of the first end-of-sequence token in `tokens`, or None."""

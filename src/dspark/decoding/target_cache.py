@@ -14,26 +14,45 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     QuantizedCache,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
-from ..target import describe
+from ..compat import dummy_layers
+from ..target import carries_state, describe, text_config
 
 _STATES = (
     "conv_states", "recurrent_states", "has_previous_state", "is_conv_states_initialized",
     "is_recurrent_states_initialized",
 )  # fmt: skip
+# Layers whose rollback is known to be exact. By exact type: a subclass may keep more than its parent's crop takes back.
+_FULL = (DynamicLayer, *dummy_layers())
+_KNOWN = (
+    *_FULL, DynamicIndexedLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer,
+    LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+)  # fmt: skip
+_WAY_OUT = (
+    "Use the default cache (leave `cache_implementation` and the cache argument out), or decode without a drafter."
+)
+_OUTSIDE = (
+    "keeps its decoding state outside transformers' cache classes, so rejected drafts cannot be rolled back. Decode it "
+    "without a drafter."
+)
 
 
 def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_size: int) -> None:
     """Refuse, before the prompt's pass, a cache that cannot be rolled back.
 
     Args:
-        target: The model, for messages.
+        target: The model.
         cache: What `generate` prepared or the user passed.
         max_length: Most tokens the sequence can reach.
         batch_size: Rows.
@@ -41,44 +60,44 @@ def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_s
     Raises:
         ValueError: Names the cache, why it cannot be rolled back and what to use instead.
     """
-    way_out = "Use the default cache (leave `cache_implementation` and the cache argument out), or decode without a drafter."
     if cache is None:
-        raise ValueError(
-            f"{describe(target)} keeps its decoding state outside transformers' cache classes, so rejected drafts cannot "
-            f"be rolled back. Decode it without a drafter."
-        )
+        raise ValueError(f"{describe(target)} {_OUTSIDE}")
     if not isinstance(cache, Cache):
-        raise ValueError(f"Unsupported cache {type(cache).__name__} for {describe(target)}. {way_out}")
-    if isinstance(cache, QuantizedCache) or any("Quantized" in type(layer).__name__ for layer in cache.layers):
+        raise ValueError(f"Unsupported cache {type(cache).__name__} for {describe(target)}. {_WAY_OUT}")
+    # With the layers the target's config asks for: a user's own cache may not say how the target attends.
+    layers = [*DynamicCache(config=text_config(target)).layers, *cache.layers]
+    _check_layers(cache, layers, max_length=max_length)
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if getattr(target, "_is_stateful", False) and not recurrent:
+        raise ValueError(f"{describe(target)} {_OUTSIDE}")
+    if recurrent and not carries_state(target):
         raise ValueError(
-            f"A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. {way_out}"
+            f"{describe(target)} has recurrent layers that start each pass over several tokens from an empty state, so "
+            "drafts cannot be verified together. Decode it without a drafter."
         )
-    for layer in cache.layers:
-        name = type(layer).__name__
-        if isinstance(layer, StaticLayer) and layer.is_sliding and max_length > layer.max_cache_len:
+    kinds = {type(layer) for layer in layers}
+    if batch_size > 1 and not kinds <= set(_FULL):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"Batches of {batch_size} rows need a target whose cache layers are all dynamic full attention, got {names} "
+            f"for {describe(target)}. Generate row by row, or without a drafter."
+        )
+
+
+def _check_layers(cache: Cache, layers: list[Any], *, max_length: int) -> None:
+    if isinstance(cache, QuantizedCache) or any("Quantized" in type(layer).__name__ for layer in layers):
+        raise ValueError(
+            "A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. "
+            f"{_WAY_OUT}"
+        )
+    for layer in layers:
+        if type(layer) not in _KNOWN:
+            raise ValueError(f"Cache layers of type {type(layer).__name__} cannot be rolled back. {_WAY_OUT}")
+        if type(layer) is StaticSlidingWindowLayer and max_length > layer.max_cache_len:
             raise ValueError(
                 f"A static sliding-window layer of {layer.max_cache_len} slots loses what it evicts, and this call may "
-                f"reach {max_length} tokens, so rejected drafts could not be rolled back. {way_out}"
+                f"reach {max_length} tokens, so rejected drafts could not be rolled back. {_WAY_OUT}"
             )
-        recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
-        mixed = recurrent and isinstance(layer, StaticLayer | DynamicSlidingWindowLayer)
-        if mixed or not (recurrent or isinstance(layer, StaticLayer) or hasattr(layer, "crop")):
-            raise ValueError(f"Cache layers of type {name} cannot be rolled back. {way_out}")
-    if batch_size > 1 and not _is_plain(cache):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
-        raise ValueError(
-            f"Batches of {batch_size} rows need a target whose cache layers are all full attention, got {kinds} for "
-            f"{describe(target)}. Generate row by row, or without a drafter."
-        )
-
-
-def _is_plain(cache: Cache) -> bool:
-    """All layers full attention and dynamic: rows may then have holes under a 2D mask."""
-    return all(
-        not getattr(layer, "is_sliding", False)
-        and not isinstance(layer, StaticLayer | LinearAttentionCacheLayerMixin)
-        for layer in cache.layers
-    )
 
 
 class CacheRollback:

@@ -50,7 +50,7 @@ def _verify_at_once(
             _draft_law(run, proposal, ids.shape[1]),
             scores.softmax(-1),
             lengths,
-            draft_token_ids=_draft_vocabulary(run),
+            draft_token_ids=run.vocabulary.target_ids,
         )
     else:
         verdict = greedy_verify(ids, scores.argmax(-1), lengths)
@@ -68,11 +68,6 @@ def _draft_law(run: DecodingRun, proposal: Proposal | None, width: int) -> torch
     if proposal is None or proposal.draft_probs is None:
         return None
     return proposal.draft_probs[:, :width].to(run.device)
-
-
-def _draft_vocabulary(run: DecodingRun) -> torch.Tensor | None:
-    ids = run.drafter.draft_token_ids
-    return None if ids is None else ids.to(run.device)
 
 
 def _verify_slot_by_slot(
@@ -120,7 +115,7 @@ def _decide(
         # The token after an acceptance is not drawn here but at its own slot, so its law does not matter.
         probs.expand(-1, 2, -1),
         torch.ones(1, dtype=torch.long, device=run.device),
-        draft_token_ids=_draft_vocabulary(run),
+        draft_token_ids=run.vocabulary.target_ids,
     )
     if int(verdict.num_accepted):
         return True, drafts[k]

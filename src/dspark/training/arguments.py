@@ -33,6 +33,7 @@ class TrainingConfig(TrainingArguments):
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "cosine"
     logging_steps: float = 10
+    remove_unused_columns: bool = False  # items hold just what the forward takes
     ce: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy against the text."})
     l1: float = field(default=0.9, metadata={"help": "Weight of the L1 distance to the target's law."})
     confidence: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ..configuration_dspark import DSparkConfig, Family, MarkovHeadType
 from ..modeling_dspark import DSparkDrafter
 from ..target import decoder_layers, describe, head_module, text_config, unwrap
-from .features import target_note, vocabulary_rows
+from ..target_note import fingerprint
+from .features import vocabulary_rows
 from .vocabulary import check_draft_vocab, choose_mask_token
 from .warm_start import warm_start
 
@@ -55,18 +56,24 @@ class DrafterShape:
 
 
 def new_drafter(
-    target: PreTrainedModel, shape: DrafterShape | None = None, *, tokenizer: Any = None, **fields: Any
+    target: PreTrainedModel,
+    shape: DrafterShape | None = None,
+    *,
+    tokenizer: Any = None,
+    target_name: str | None = None,
+    **fields: Any,
 ) -> DSparkDrafter:
     """Build an untrained float32 drafter for `target`.
 
     Args:
         target: Its weights are read (warm start, reduced head), never changed. Pass it before packing or quantising.
         shape: What the drafter looks like; or give its fields as keywords: `new_drafter(target, block_size=7)`.
-        tokenizer: The target's, to find a mask token; not needed with `mask_token_id`.
+        tokenizer: The target's, to find a mask token (not needed with `mask_token_id`) and for the note on the target.
+        target_name: Public name of the target for that note; None: the Hub id it was loaded from.
         **fields: Fields of [`DrafterShape`].
 
     Returns:
-        The drafter; `config.target` notes the target and why the mask token was chosen.
+        The drafter; `config.target` notes the target, and under `mask_token` why that token was chosen.
 
     Raises:
         ValueError: The target lacks what the family needs, an id is out of range, or a warm start is impossible.
@@ -78,7 +85,8 @@ def new_drafter(
     if shape.init not in get_args(Init):
         raise ValueError(f"`init` must be one of {', '.join(map(repr, get_args(Init)))}, got {shape.init!r}.")
     model = unwrap(target)
-    drafter = DSparkDrafter(_config(model, shape, tokenizer))
+    mask = choose_mask_token(model, tokenizer, shape.mask_token_id)
+    drafter = DSparkDrafter(_config(model, shape, mask.token_id))
     with torch.no_grad():
         if shape.draft_vocab is not None:
             _own_head(drafter, model, shape.draft_vocab)
@@ -87,6 +95,8 @@ def new_drafter(
             drafter.markov_head.markov_w2.weight.zero_()
         if shape.init == "target":
             warm_start(drafter, model)
+    note = fingerprint(model, tokenizer=tokenizer, drafter=drafter, name=target_name)
+    drafter.config.target = {**note, "mask_token": mask.reason}
     return drafter
 
 
@@ -103,23 +113,21 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
     return sorted({round(last - (last - first) * step / steps) for step in range(num_taps)})
 
 
-def _config(target: PreTrainedModel, shape: DrafterShape, tokenizer: Any) -> DSparkConfig:
+def _config(target: PreTrainedModel, shape: DrafterShape, mask_token_id: int) -> DSparkConfig:
     config = text_config(target)
     layers = config.num_hidden_layers
     taps = shape.target_layer_ids
-    mask = choose_mask_token(target, tokenizer, shape.mask_token_id)
     return DSparkConfig(
         vocab_size=vocabulary_rows(target),
         draft_vocab_size=None if shape.draft_vocab is None else len(shape.draft_vocab),
         num_hidden_layers=shape.num_hidden_layers,
         block_size=shape.block_size,
-        mask_token_id=mask.token_id,
+        mask_token_id=mask_token_id,
         target_layer_ids=default_target_layer_ids(layers, shape.num_taps) if taps is None else list(taps),
         num_target_layers=layers,
         markov_rank=shape.markov_rank,
         markov_head_type=shape.markov_head_type if shape.markov_rank else None,
         enable_confidence_head=shape.enable_confidence_head,
-        target={**target_note(target), "mask_token": mask.reason},
         **_geometry(target, shape.family or target_family(target)),
     )
 
@@ -137,34 +145,32 @@ def target_family(target: PreTrainedModel) -> Family:
 
 def _geometry(target: PreTrainedModel, family: Family) -> dict[str, Any]:
     config = text_config(target)
-    heads = config.num_attention_heads
+    # Sizes may differ between layers (Gemma 4); the last one is of the full-attention kind that drafts imitate.
+    layer = config.per_layer_config[config.num_hidden_layers - 1]
+    heads = layer.num_attention_heads
     attention = getattr(decoder_layers(target)[-1], "self_attn", None)
-    sizes = {
+    k_eq_v = getattr(layer, "attention_k_eq_v", None)
+    if family == "gemma4" and k_eq_v is None:
+        raise ValueError(
+            f"The family 'gemma4' takes the sizes of Gemma 4's global layers, which {describe(target)} does not have. "
+            "Leave `family` open, or name 'llama' or 'qwen3'."
+        )
+    return {
         "family": family,
         "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "intermediate_size": getattr(layer, "intermediate_size", None) or 4 * config.hidden_size,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "hidden_act": getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(layer, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": getattr(layer, "hidden_act", None) or getattr(layer, "hidden_activation", None) or "silu",
+        "rms_norm_eps": getattr(layer, "rms_norm_eps", None) or 1e-6,
         "attention_bias": getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
+        "attention_k_eq_v": family == "gemma4" and bool(k_eq_v),
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 40960,
         "rope_parameters": _rope(config, family),
         "initializer_range": getattr(config, "initializer_range", None) or 0.02,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
-    if family == "gemma4":
-        if getattr(config, "global_head_dim", None) is None:
-            raise ValueError(
-                f"The family 'gemma4' takes the sizes of Gemma 4's global layers, which {describe(target)} does not "
-                "have. Leave `family` open, or name 'llama' or 'qwen3'."
-            )
-        k_eq_v = bool(getattr(config, "attention_k_eq_v", False))
-        sizes.update(head_dim=config.global_head_dim, attention_k_eq_v=k_eq_v)
-        if k_eq_v:
-            sizes["num_key_value_heads"] = config.num_global_key_value_heads
-    return sizes
 
 
 def _rope(config: Any, family: Family) -> dict[str, Any] | None:

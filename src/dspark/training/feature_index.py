@@ -19,10 +19,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ..target import text_config, unwrap
-from .features import target_note, vocabulary_rows
+from ..target_note import fingerprint
+from .features import vocabulary_rows
 
 INDEX_NAME = "index.json"
 FORMAT, VERSION = "dspark-features", 1
+WEIGHT_HASHES = ("embedding_hash", "lm_head_hash", "layer_hashes")
 REQUIRED_TENSORS = ("input_ids", "loss_mask", "offsets", "target_hidden_states", "target_last_hidden_states")
 
 
@@ -35,7 +37,7 @@ def index_header(target: PreTrainedModel, layer_ids: Sequence[int], dtype: str) 
     return {
         "format": FORMAT,
         "version": VERSION,
-        "target": target_note(target),
+        "target": fingerprint(target),
         "target_layer_ids": list(layer_ids),
         "target_hidden_size": text_config(unwrap(target)).hidden_size,
         "vocab_size": vocabulary_rows(target),
@@ -124,8 +126,10 @@ def finished_shards(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _identity(index: dict[str, Any], key: str) -> Any:
-    # A target's name is a path that may move; its fingerprint is what counts.
-    return {**index.get(key, {}), "name": None} if key == "target" else index.get(key)
+    # A target's name is a matter of where it was loaded from; its weights are what counts.
+    return (
+        [index["target"].get(name) for name in ("model_type", *WEIGHT_HASHES)] if key == "target" else index.get(key)
+    )
 
 
 def _has_size(folder: Path, shard: dict[str, Any]) -> bool:

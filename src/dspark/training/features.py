@@ -7,9 +7,8 @@ target width, `V` vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -112,42 +111,12 @@ def vocabulary_rows(target: PreTrainedModel) -> int:
     return text_config(unwrap(target)).vocab_size if shape is None else shape[0]
 
 
-@torch.no_grad()
-def fingerprint(target: PreTrainedModel) -> str:
-    """Short hash that tells targets apart: a sample of embedding values and the table's shape.
-
-    Values are rounded to bfloat16 first, so that a target loaded in another dtype keeps its hash. Take it before the
-    target's weights are packed or quantised.
-    """
-    weight = next(embedding_module(unwrap(target)).parameters())
-    sample = weight[:: max(weight.shape[0] // 256, 1)].to("cpu", torch.bfloat16).contiguous()
-    digest = hashlib.sha256(str(tuple(weight.shape)).encode())
-    digest.update(sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def target_note(target: PreTrainedModel) -> dict[str, Any]:
-    """What a drafter or a feature folder remembers of its target: name, type, sizes, fingerprint."""
-    model = unwrap(target)
-    config = text_config(model)
-    return {
-        "name": getattr(model.config, "_name_or_path", "") or None,
-        "model_type": model.config.model_type,
-        "vocab_size": vocabulary_rows(model),
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "fingerprint": fingerprint(model),
-    }
-
-
 __all__ = [
     "TargetFeatures",
     "capture_features",
     "check_target",
-    "fingerprint",
     "target_logits",
     "target_logsumexp",
-    "target_note",
     "text_decoder",
     "vocabulary_rows",
 ]

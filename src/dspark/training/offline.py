@@ -17,14 +17,20 @@ from safetensors import SafetensorError, safe_open
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from ..target import describe
+from ..target_note import fingerprint
 from .data import DataCounts
-from .feature_index import REQUIRED_TENSORS, FeaturesError, read_index, sha256_of
-from .features import fingerprint
+from .feature_index import REQUIRED_TENSORS, WEIGHT_HASHES, FeaturesError, read_index, sha256_of
 
 
 class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
     """Items hold `input_ids` int64 `[S]`, `loss_mask` bool `[S]`, `target_hidden_states [S, m*D_t]`,
     `target_last_hidden_states [S, D_t]` in the stored dtype, and `target_logsumexp` float32 `[S]` where stored.
+
+    Attributes:
+        target_layer_ids: Tapped layers of the items, in order.
+        lengths: Tokens of each sequence.
+        counts, index: What the folder holds.
 
     Args:
         folder: Written by `write_features`, or indexed by `index_features`.
@@ -46,7 +52,7 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
         self.folder = Path(folder)
         self.index = read_index(self.folder)
         self._check_complete()
-        self._columns = self._choose(target_layer_ids)
+        self.read_layers(target_layer_ids)
         self._paths = [self.folder / shard["file"] for shard in self.index["shards"]]
         self._handles: dict[int, Any] = {}
         self.lengths: list[int] = []
@@ -61,10 +67,22 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
             supervised_tokens=self.index["supervised_tokens"],
         )
 
-    @property
-    def target_layer_ids(self) -> list[int]:
-        """Tapped layers of the items, in order."""
-        return self._layer_ids
+    def read_layers(self, layer_ids: Sequence[int] | None) -> None:
+        """Give the features of these layers from now on, in this order; None: of all that are stored.
+
+        Raises:
+            FeaturesError: One was not stored.
+        """
+        stored, width = self.index["target_layer_ids"], self.index["target_hidden_size"]
+        self.target_layer_ids: list[int] = stored if layer_ids is None else list(layer_ids)
+        if missing := [layer for layer in self.target_layer_ids if layer not in stored]:
+            raise FeaturesError(
+                f"{self.folder} stores layers {stored}, the drafter also reads {missing}. Write features of its "
+                "layers, or build a drafter that taps stored ones."
+            )
+        starts = [stored.index(layer) * width for layer in self.target_layer_ids]
+        is_whole = self.target_layer_ids == stored
+        self._columns = None if is_whole else [slice(start, start + width) for start in starts]
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -109,12 +127,15 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
                 f"{self.index['target_hidden_size']}), the drafter takes {width}. Use a drafter that taps the same "
                 "layers of the same target."
             )
-        known, found = self.index["target"].get("fingerprint"), fingerprint(target)
-        if known is not None and known != found:
-            raise FeaturesError(
-                f"{self.folder} holds features of {self.index['target'].get('name')} (fingerprint {known}), but the "
-                f"target has fingerprint {found}. Train with the target the features were written with."
-            )
+        known, found = self.index["target"], fingerprint(target)
+        for name in WEIGHT_HASHES:
+            # Packed or quantised weights cannot be read: None.
+            if known.get(name) and found[name] and known[name] != found[name]:
+                raise FeaturesError(
+                    f"{self.folder} holds features of {known.get('name') or known.get('architecture')} with {name}="
+                    f"{known[name]}, but {describe(target)} has {found[name]}. Train with the target the features "
+                    "were written with."
+                )
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -125,19 +146,6 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
                 f"{self.folder} is unfinished: {len(self.index['shards'])} of {planned} shards are written. Run the "
                 "command that wrote them again; it goes on where it stopped."
             )
-
-    def _choose(self, layer_ids: Sequence[int] | None) -> list[slice] | None:
-        stored, width = self.index["target_layer_ids"], self.index["target_hidden_size"]
-        self._layer_ids = stored if layer_ids is None else list(layer_ids)
-        if missing := [layer for layer in self._layer_ids if layer not in stored]:
-            raise FeaturesError(
-                f"{self.folder} stores layers {stored}, the drafter also reads {missing}. Write features of its "
-                "layers, or build a drafter that taps stored ones."
-            )
-        if self._layer_ids == stored:
-            return None
-        starts = [stored.index(layer) * width for layer in self._layer_ids]
-        return [slice(start, start + width) for start in starts]
 
     def _open(self, number: int, shard: dict[str, Any], verify: bool) -> None:
         path = self._paths[number]

@@ -75,9 +75,14 @@ class WorkProgress:
         return self._bar is not None
 
     @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.monotonic() - self._started
+
+    @property
     def rate(self) -> float:
         """Units per second since the start."""
-        return (self.done - self._first) / max(time.monotonic() - self._started, 1e-9)
+        return (self.done - self._first) / max(self.seconds, 1e-9)
 
     @property
     def eta(self) -> str:
@@ -91,7 +96,7 @@ class WorkProgress:
         """Count `amount` units; `text` is shown behind the rate."""
         self.done += amount
         if self._bar is not None:
-            shown = f"{self.rate:,.0f} {self.unit}/s  ETA {self.eta}  {text}"
+            shown = f"{self._shown_rate}  ETA {self.eta}  {text}"
             self._bar.update(self._task, completed=self.done, text=shown)
         elif time.monotonic() - self._spoken >= self._seconds:
             self._line(text)
@@ -100,10 +105,14 @@ class WorkProgress:
         """Print a line (above the bar, where there is one)."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    @property
+    def _shown_rate(self) -> str:
+        return f"{self.rate:,.{0 if self.rate >= 10 else 2}f} {self.unit}/s"
+
     def _line(self, text: str) -> None:
         self._spoken = time.monotonic()
         share = f"{self.done}/{self.total}"
-        self.say(f"{self.title}  {share}  {self.rate:,.0f} {self.unit}/s  ETA {self.eta}  {text}".rstrip())
+        self.say(f"{self.title}  {share}  {self._shown_rate}  ETA {self.eta}  {text}".rstrip())
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,11 +17,12 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from ..modeling_dspark import DSparkDrafter, DSparkTrainingOutput
 from ..objective import build_blocks, position_weights, sample_anchors
-from ..target import describe, unwrap
+from ..pairing import require_pair
+from ..target import unwrap
 from .arguments import TrainingConfig
 from .callbacks import TrainingProgress
 from .collator import BlockCollator, EpochSampler, mix, sequence_lengths
-from .features import capture_features, check_target, target_logsumexp, target_note
+from .features import capture_features, check_target, target_logsumexp
 from .meter import TrainingMeter
 from .offline import FeatureDataset
 from .saving import quiet_bars
@@ -75,7 +76,7 @@ class DSparkTrainer(Trainer):
 
     def _prepare_pair(self) -> None:
         config, target = self.drafter.config, self.target
-        check_pair(self.drafter, target)
+        require_pair(target, self.drafter)
         target.eval().requires_grad_(False)
         if not hasattr(target, "hf_device_map") and self.place_model_on_device:
             torch.nn.Module.to(target, self.args.device)
@@ -192,30 +193,10 @@ class DSparkTrainer(Trainer):
         return self.accelerator.reduce(sums, "sum")  # type: ignore[return-value]
 
 
-def check_pair(drafter: DSparkDrafter, target: PreTrainedModel) -> None:
-    """Refuse a drafter that was not made for this target's sizes.
-
-    Raises:
-        ValueError: Names both values and the rule.
-    """
-    note, config = target_note(target), drafter.config
-    expected = {
-        "vocab_size": (config.vocab_size, note["vocab_size"]),
-        "target_hidden_size": (config.target_hidden_size or config.hidden_size, note["hidden_size"]),
-        "num_target_layers": (config.num_target_layers, note["num_hidden_layers"]),
-    }
-    for name, (drafters, targets) in expected.items():
-        if drafters != targets:
-            raise ValueError(
-                f"The drafter was built for a target with {name}={drafters}, but {describe(target)} has {targets}. "
-                "Build one for this target with `new_drafter`."
-            )
-
-
 def _last_supervised(mask: torch.Tensor) -> int:
     """Tokens up to the last supervised one, at least 1: what is behind it plays no part."""
     places = mask.nonzero()
     return int(places[-1]) + 1 if len(places) else 1
 
 
-__all__ = ["DSparkTrainer", "check_pair"]
+__all__ = ["DSparkTrainer"]

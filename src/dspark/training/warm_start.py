@@ -53,10 +53,10 @@ def warm_start(drafter: DSparkDrafter, target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def copy_layer(layer: nn.Module, source: nn.Module) -> None:
-    """Copy a target layer into a draft layer of the same parameters, its input norm folded into q, k and v."""
+    """Copy a target layer into a draft layer, its input norm folded into q, k and v; a bias the target lacks is 0."""
     weights, draft = dict(source.named_parameters()), dict(layer.named_parameters())
     for name, parameter in draft.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(weights[name]) if name in weights else parameter.zero_()
     norm = draft["input_layernorm.weight"]
     for projection in ("q_proj", "k_proj", "v_proj"):
         draft[f"self_attn.{projection}.weight"].mul_(norm)
@@ -73,8 +73,11 @@ def _why_not(drafter: DSparkDrafter, target: PreTrainedModel, sources: list[nn.M
     if partial != 1.0:
         return f"the target rotates only {partial:.0%} of each head"
     wanted = {name: tuple(p.shape) for name, p in drafter.layers[0].named_parameters()}
+    wanted.setdefault("self_attn.o_proj.bias", ())
     for source in sources[-len(drafter.layers) :]:
         found = {name: tuple(p.shape) for name, p in source.named_parameters()}
+        # Qwen2 has biases on queries, keys and values only.
+        found.setdefault("self_attn.o_proj.bias", wanted.get("self_attn.o_proj.bias", ()))
         if found != wanted:
             differing = sorted(set(found.items()) ^ set(wanted.items()))
             return f"its layers differ in {', '.join(sorted({name for name, _ in differing}))}"

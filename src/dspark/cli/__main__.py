@@ -1,0 +1,5 @@
+"""`python -m dspark.cli`."""
+
+from . import main
+
+main()

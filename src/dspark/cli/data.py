@@ -1,0 +1,110 @@
+"""`dspark data`: have a target write the answers its drafter will be trained on."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..cpu import optimize_for_cpu
+from .common import bad_input_exits, err, load_target, parse_dtype, print_json
+
+
+def data(  # noqa: PLR0913 - a command has as many parameters as options
+    target: Annotated[str, typer.Argument(help="The target: a folder or a Hub id.")],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(
+            help='Prompt file, one JSON object a line: {"turns": [text, ...]} (the first turn is used) or '
+            '{"prompt": text}. Repeat for more files; their names become the records\' `source`.'
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File of answers, one JSON object a line. An existing one is added to.")],
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in TARGET; it is dequantised.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    temperature: Annotated[
+        list[float],
+        typer.Option(
+            help="0 is greedy; above, plain sampling (no top-k, no top-p). Repeat to mix: each prompt then gets one, "
+            "chosen by the seed."
+        ),
+    ] = [0.0],  # noqa: B006 - typer reads it, nothing changes it
+    each: Annotated[bool, typer.Option("--each", help="Answer every prompt at every temperature.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens; longer ones are cut.")] = 512,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(help="Longer prompts are left out, in tokens with the chat template.")
+    ] = 1024,
+    limit: Annotated[int | None, typer.Option(help="Take this many prompts from the start of each file.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Answers written at once.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of temperatures, order and sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
+    template_args: Annotated[
+        str | None, typer.Option(help="Variables for the chat template, as JSON: '{\"enable_thinking\": false}'.")
+    ] = None,
+    pack_target: Annotated[
+        bool, typer.Option(help="On a CPU: pack the target's linear layers (about 1.5 times faster).")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Have TARGET answer prompts; its drafter learns from the answers.
+
+    Only the target's own text teaches a drafter what it will have to predict. Greedy and sampled answers both help:
+    mix them in the proportion you will decode with. Run the same command again to go on after an interruption: answers
+    already in the file are kept, a half-written last line is dropped, prompts with the same ids are answered once.
+
+    Example: dspark data Qwen/Qwen3-4B --prompts gsm8k.jsonl --out answers.jsonl --temperature 0 --temperature 0.8
+
+    Exit codes: 0 done, 2 bad input (no such file, no chat template, a file of other answers, ...).
+    """
+    from ..training.answers import write_answers
+    from ..training.prompts import AnswerSettings, read_prompts
+
+    started = time.monotonic()
+    with bad_input_exits():
+        settings = AnswerSettings(
+            temperatures=tuple(temperature),
+            each=each,
+            max_new_tokens=max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            batch_size=batch_size,
+            seed=seed,
+            raw=raw,
+            template_args=_json_object(template_args),
+        )
+        questions = read_prompts(prompts, limit)
+        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
+        torch.nn.Module.to(model, device or default_device())
+        with optimize_for_cpu(model) if pack_target and model.device.type == "cpu" else nullcontext():
+            counts = write_answers(model, tokenizer, questions, out, settings)
+    seconds = time.monotonic() - started
+    err.print(
+        f"{out}: {counts.written} answers written ({counts.tokens} tokens, {seconds:.0f} s), {counts.present} there "
+        f"before, {counts.duplicates} duplicate prompts, {counts.too_long} too long",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if as_json:
+        print_json({"out": str(out), "seconds": round(seconds, 1), **counts.as_dict()})
+
+
+def default_device() -> str:
+    """The accelerator if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _json_object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"--template-args must be a JSON object, got {text!r}.")
+    return value
+
+
+__all__ = ["data", "default_device"]

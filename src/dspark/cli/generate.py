@@ -1,0 +1,69 @@
+"""`dspark generate`: text from any target and drafter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from transformers import TextStreamer
+
+from ..cpu import optimize_for_cpu
+from ..evaluation import chat_ids
+from .common import bad_input_exits, err, load_drafter, load_target, out, parse_dtype, print_json
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's turn; the target's chat template is applied where it has one.")],
+    target: Annotated[str, typer.Option(help="Target: folder or Hub id.")],
+    drafter: Annotated[str, typer.Option(help="Drafter: folder or Hub id.")],
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")] = 0.0,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="Device of both models.")] = "cpu",
+    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON instead of streaming.")] = False,
+) -> None:
+    """Stream an answer of TARGET, drafted by DRAFTER; the text is exactly what the target alone would give.
+
+    Example: dspark generate "Why is the sky blue?" --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7
+
+    Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
+    """
+    with bad_input_exits():
+        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
+        draft = load_drafter(drafter, parse_dtype(dtype))
+        model.to(device)
+        draft.to(device)
+        if pack and device == "cpu":
+            optimize_for_cpu(model)
+            optimize_for_cpu(draft)
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        ids = chat_ids(tokenizer, prompt).to(device)
+        result = model.generate(
+            ids,
+            assistant_model=draft,
+            max_new_tokens=max_new_tokens,
+            assistant_confidence_threshold=threshold,
+            return_dict_in_generate=True,
+            streamer=None if as_json else TextStreamer(tokenizer, skip_prompt=True),
+            tokenizer=tokenizer,
+            **sampling,
+        )
+    stats = result.speculation
+    if as_json:
+        text = tokenizer.decode(result.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        print_json({"text": text, "speculative_decoding": stats.to_dict()})
+        return
+    err.print(
+        f"[dim]{stats.num_new_tokens} tokens, {stats.num_target_passes} target passes, accepted length "
+        f"{stats.mean_acceptance_length:.2f}, {stats.draft_acceptance_rate:.0%} of verified drafts accepted[/]"
+    )
+    out.file.flush()
+
+
+__all__ = ["generate"]

@@ -1,0 +1,137 @@
+"""What a call of `generate` asks for, read before anything runs: the drafter, its settings, stop strings, refusals."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from ..modeling_dspark import DSparkDrafter
+from ..speculation import SpeculationConfig
+from ..target import describe, unwrap
+from .record import Recorder
+
+# Knobs with transformers' own names, read from the call, then from the config passed to it.
+_KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
+
+
+def as_drafter(assistant: Any) -> DSparkDrafter | None:
+    """The drafter behind an `assistant_model`: as it is, compiled, or wrapped by PEFT; None for anything else."""
+    model = unwrap(assistant)
+    return model if isinstance(model, DSparkDrafter) else None
+
+
+def drafter_of(call: dict[str, Any]) -> DSparkDrafter | None:
+    """The drafter a call names as its assistant, or by its `decode` as the decoding method."""
+    method = call.get("custom_generate")
+    if getattr(method, "__func__", None) is DSparkDrafter.decode:
+        return method.__self__  # type: ignore[union-attr]
+    return as_drafter(call.get("assistant_model"))
+
+
+def check_arguments(target: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Refuse what `custom_generate` would drop without a word."""
+    if call.get("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus=True` makes all processes run the same number of forward passes, but rounds with a drafter "
+            "depend on the text. Gather the target on each device, or leave `assistant_model` out."
+        )
+    if _option(target, call, "token_healing"):
+        raise ValueError(
+            "`token_healing` rewrites the prompt with a tokenizer that decoding with a drafter is not handed. Call "
+            "`model.heal_tokens(input_ids, tokenizer)` first and generate from its result."
+        )
+
+
+def _option(target: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
+    """A generation option as `generate` will see it: the call's, else the passed config's, else the target's."""
+    if name in call:
+        return call[name]
+    passed = getattr(call.get("generation_config"), name, None)
+    return getattr(target.generation_config, name, None) if passed is None else passed
+
+
+def bind_stop_strings(target: PreTrainedModel, call: dict[str, Any], tokenizer: Any) -> None:
+    """Turn stop strings into a criterion, since `custom_generate` is handed no tokenizer; changes `call`."""
+    stop_strings = _option(target, call, "stop_strings")
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("`stop_strings` needs the tokenizer: pass `tokenizer=...` to `generate`.")
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # as plain: the user's own goes first
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    call["stopping_criteria"] = criteria
+    if (passed := call.get("generation_config")) is not None:
+        call["generation_config"] = passed = copy.deepcopy(passed)  # the caller's object stays as it was
+        passed.stop_strings = None
+    if "stop_strings" in call or getattr(target.generation_config, "stop_strings", None) is not None:
+        call["stop_strings"] = None  # an explicit None also overrides what the target's own config says
+
+
+def call_settings(
+    drafter: DSparkDrafter, passed: GenerationConfig | None, kwargs: dict[str, Any]
+) -> SpeculationConfig:
+    """Settings of one call: the call's keywords, then the config passed to it, then `drafter.speculation`.
+
+    transformers' global defaults of the same knobs (20 tokens, threshold 0.4) were made for other assistants and are
+    not looked at. `speculation=SpeculationConfig(...)` replaces the drafter's for this call.
+    """
+    settings = kwargs.pop("speculation", None) or drafter.speculation
+    if not isinstance(settings, SpeculationConfig):
+        raise ValueError(f"`speculation` must be a SpeculationConfig, got {type(settings).__name__}.")
+    changes = {}
+    for knob in _KNOBS:
+        value = kwargs.pop(knob, None)
+        if value is None and passed is not None:
+            value = getattr(passed, knob, None)
+        if value is not None:
+            changes[knob] = value
+    for field in fields(SpeculationConfig):
+        if field.name not in _KNOBS and field.name in kwargs:
+            changes[field.name] = kwargs.pop(field.name)
+    return replace(settings, **changes) if changes else settings
+
+
+def check_mode(
+    target: PreTrainedModel, generation_config: GenerationConfig, recorder: Recorder, *, batch_size: int
+) -> None:
+    """Refuse generation modes that a drafter cannot serve exactly.
+
+    Raises:
+        ValueError: Names the option, its value and the way out.
+    """
+    name = describe(target)
+    refused = {
+        "num_beams": (generation_config.num_beams or 1) > 1,
+        "penalty_alpha": bool(generation_config.penalty_alpha),
+        "dola_layers": generation_config.dola_layers is not None,
+        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": generation_config.assistant_early_exit is not None,
+        "use_mtp": bool(generation_config.use_mtp),
+        "speculation_type": generation_config.speculation_type is not None,
+        "force_words_ids": generation_config.force_words_ids is not None,
+        "constraints": generation_config.constraints is not None,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"`{option}={getattr(generation_config, option)}` chooses a decoding strategy of its own, which a "
+                f"DSpark drafter cannot speed up (target {name}). Use greedy decoding or sampling, or leave "
+                "`assistant_model` out."
+            )
+    if generation_config.use_cache is False:
+        raise ValueError(f"A drafter needs the target's cache, got `use_cache=False` (target {name}). Leave it on.")
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; DSpark drafters serve decoder-only models.")
+    if batch_size > 1 and recorder.is_single_row:
+        raise ValueError(
+            f"Streaming and returned scores, logits, attentions or hidden states come from a single row, got a batch "
+            f"of {batch_size}: rows of a batch accept different numbers of drafts. Generate row by row."
+        )
+
+
+__all__ = ["as_drafter", "bind_stop_strings", "call_settings", "check_arguments", "check_mode", "drafter_of"]

@@ -1,0 +1,193 @@
+"""Answers the target writes to prompts: the text a drafter is trained on.
+
+A drafter learns its target's law where the target goes, so answers come from the target itself. The output file grows
+line by line; a later run with the same settings adds what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .collator import mix
+from .data import DataError
+from .progress import WorkProgress
+from .prompts import AnswerSettings, Job, Prompt, prompt_ids, temperatures_of
+from .vocabulary import eos_ids
+
+_WINDOW = 16  # batches sorted by prompt length together
+
+
+@dataclass
+class AnswerCounts:
+    """What became of the prompts.
+
+    Attributes:
+        prompts: Read.
+        duplicates: Left out since an earlier prompt has the same ids.
+        too_long: Left out for their length.
+        present: Answers that were in the file already.
+        written: Answers added.
+        tokens: Tokens added.
+        dropped_lines: Half-written last lines removed (0 or 1).
+    """
+
+    prompts: int = 0
+    duplicates: int = 0
+    too_long: int = 0
+    present: int = 0
+    written: int = 0
+    tokens: int = 0
+    dropped_lines: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """For a machine-readable result."""
+        return asdict(self)
+
+
+def write_answers(
+    target: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt], out: Path, settings: AnswerSettings
+) -> AnswerCounts:
+    """Write the answers that `out` lacks.
+
+    Records are `{"source", "prompt_ids", "answer_ids", "temperature", "index"}`; `answer_ids` ends with the
+    end-of-sequence id unless the answer was cut at `max_new_tokens`.
+
+    Args:
+        target: Its text is wanted; greedy and sampled, without its own generation defaults.
+        tokenizer: Its tokenizer, with a chat template (unless `settings.raw`).
+        prompts: From `read_prompts`.
+        out: One JSON object a line; made if missing, with its folder.
+        settings: See [`AnswerSettings`].
+
+    Raises:
+        DataError: `out` holds answers to other prompts, or lines that are no records.
+    """
+    counts = AnswerCounts(prompts=len(prompts))
+    jobs = _jobs(prompts, tokenizer, settings, counts)
+    done = _finished(out, counts)
+    for job in jobs:
+        if job.key in done and done[job.key] != job.prompt_ids:
+            raise DataError(
+                f"{out} has an answer to another prompt under source {job.source!r}, index {job.index}: it was "
+                "written for other prompts or with another tokenizer. Use another file."
+            )
+    counts.present = sum(job.key in done for job in jobs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        out.open("a", encoding="utf-8") as file,
+        WorkProgress("Writing answers", len(jobs), unit="answers", done=counts.present) as work,
+    ):
+        for number, batch in enumerate(_batches(jobs, settings)):
+            missing = [job for job in batch if job.key not in done]
+            if not missing:
+                continue
+            answers = _generate(target, missing, settings, mix(settings.seed, number))
+            for job, answer in zip(missing, answers, strict=True):
+                file.write(json.dumps(_record(job, answer), separators=(",", ":")) + "\n")
+                counts.tokens += len(answer)
+            file.flush()
+            counts.written += len(missing)
+            work.advance(len(missing), f"{counts.tokens / max(work.seconds, 1e-9):,.0f} tokens/s")
+    return counts
+
+
+def _record(job: Job, answer: list[int]) -> dict[str, Any]:
+    return {
+        "source": job.source,
+        "prompt_ids": job.prompt_ids,
+        "answer_ids": answer,
+        "temperature": job.temperature,
+        "index": job.index,
+    }
+
+
+def _jobs(prompts: Sequence[Prompt], tokenizer: Any, settings: AnswerSettings, counts: AnswerCounts) -> list[Job]:
+    jobs, seen = [], set()
+    for prompt in prompts:
+        ids = prompt_ids(prompt.text, tokenizer, settings)
+        if tuple(ids) in seen:
+            counts.duplicates += 1
+        elif len(ids) > settings.max_prompt_tokens:
+            counts.too_long += 1
+        else:
+            seen.add(tuple(ids))
+            jobs += [Job(prompt.source, prompt.index, t, ids) for t in temperatures_of(prompt, settings)]
+    return jobs
+
+
+def _finished(out: Path, counts: AnswerCounts) -> dict[tuple[str, int, float], list[int]]:
+    """Answers in the file, by key; a last line without its line break is cut off the file."""
+    if not out.exists():
+        return {}
+    data = out.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        counts.dropped_lines = 1
+        os.truncate(out, whole)
+    done = {}
+    for number, line in enumerate(data[:whole].decode("utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            done[record["source"], record["index"], float(record["temperature"])] = record["prompt_ids"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{out}:{number} is not an answer written by `dspark data` ({error!r}), so it is not added to. Use "
+                "another file."
+            ) from error
+    return done
+
+
+def _batches(jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[list[Job]]:
+    """Batches of one temperature and like prompt lengths, in an order that makes part of a file a fair sample."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = [jobs[i] for i in torch.randperm(len(jobs), generator=generator).tolist()]
+    span = _WINDOW * settings.batch_size
+    for start in range(0, len(order), span):
+        window = order[start : start + span]
+        for temperature in settings.temperatures:
+            same = sorted((job for job in window if job.temperature == temperature), key=lambda j: len(j.prompt_ids))
+            for first in range(0, len(same), settings.batch_size):
+                yield same[first : first + settings.batch_size]
+
+
+@torch.no_grad()
+def _generate(target: PreTrainedModel, jobs: Sequence[Job], settings: AnswerSettings, seed: int) -> list[list[int]]:
+    ends = sorted(eos_ids(target))
+    longest = max(len(job.prompt_ids) for job in jobs)
+    filler = ends[0] if ends else 0
+    ids = torch.tensor([[filler] * (longest - len(job.prompt_ids)) + job.prompt_ids for job in jobs])
+    mask = torch.tensor([[0] * (longest - len(job.prompt_ids)) + [1] * len(job.prompt_ids) for job in jobs])
+    temperature = jobs[0].temperature
+    # Said outright, since the target's own generation config may set any of them.
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(seed)
+    generate: Any = target.generate
+    output = generate(
+        input_ids=ids.to(target.device),
+        attention_mask=mask.to(target.device),
+        max_new_tokens=settings.max_new_tokens,
+        repetition_penalty=1.0,
+        eos_token_id=ends or None,
+        pad_token_id=filler,
+        **sampling,
+    )
+    return [_cut(row, ends) for row in output[:, longest:].tolist()]
+
+
+def _cut(answer: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to and with the first end-of-sequence id."""
+    stop = next((place for place, token in enumerate(answer) if token in ends), len(answer) - 1)
+    return answer[: stop + 1]
+
+
+__all__ = ["AnswerCounts", "write_answers"]

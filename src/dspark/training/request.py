@@ -1,0 +1,150 @@
+"""What a training run was asked for, and whether its places on disk allow it: overwriting, resuming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from .arguments import TrainingConfig
+from .builder import DrafterShape
+from .data import DataError, TooLong
+from .feature_index import write_atomically
+
+RUN_NAME = "run.json"
+
+
+@dataclass
+class TrainRequest:
+    """What `dspark train` was asked for.
+
+    Attributes:
+        target, gguf_file, dtype: What was loaded as the target, and how.
+        out: Folder of the finished drafter; checkpoints go to `<out>-checkpoints`. None with `features_only`.
+        config: Settings of the trainer; `output_dir` is that checkpoint folder.
+        shape: Of a new drafter.
+        start_from: Folder or Hub id of a drafter to train on; None: a new one of `shape`.
+        draft_vocab_size: Make a reduced vocabulary of this many tokens, the most frequent in the data.
+        data: Answer files; with `features` as well, features are written there first.
+        features: Feature folder.
+        feature_dtype: How features are written.
+        features_only: Stop when they are.
+        verify: Compare shards with their hashes.
+        too_long: See `read_answers`.
+        pack_target: Pack the target's linear layers where it runs on a CPU.
+        target_name: Public name of the target, for the drafter's note.
+        resume: Go on from the last checkpoint.
+        overwrite: Replace `out` and start over.
+    """
+
+    target: str
+    out: Path | None
+    config: TrainingConfig
+    shape: DrafterShape
+    gguf_file: str | None = None
+    dtype: str = "fp32"
+    start_from: str | None = None
+    draft_vocab_size: int | None = None
+    data: Sequence[Path] = ()
+    features: Path | None = None
+    feature_dtype: str = "bfloat16"
+    features_only: bool = False
+    verify: bool = True
+    too_long: TooLong = "truncate"
+    pack_target: bool = True
+    target_name: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        assert self.config.output_dir is not None
+        return Path(self.config.output_dir)
+
+    def write(self) -> None:
+        """Note the request beside the checkpoints, for the comparison when resuming."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.described(), default=str, indent=1)
+        write_atomically(self.checkpoints / RUN_NAME, lambda path: path.write_text(text))
+
+    def described(self) -> dict[str, Any]:
+        """JSON-able description, for `training.json` and for comparison when resuming."""
+        own = {name: value for name, value in vars(self).items() if name not in ("config", "shape")}
+        return {**own, "shape": asdict(self.shape), "config": self.config.to_dict()}
+
+
+def checkpoint_folder(out: Path) -> Path:
+    """Folder of a run's checkpoints, beside its result."""
+    return out.with_name(f"{out.name}-checkpoints")
+
+
+# What may change between a run and its continuation without making it another run.
+_FREE = {"resume", "overwrite", "verify", "pack_target", "target_name", "out"}
+_FREE_CONFIG = {
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "logging_dir",
+    "disable_tqdm",
+    "report_to",
+    "run_name",
+}
+
+
+def check_places(request: TrainRequest) -> str | None:
+    """Refuse to overwrite by accident; returns the checkpoint to resume from, or None.
+
+    Raises:
+        DataError: There is nothing to train on, `out` or checkpoints exist, or there is nothing to resume.
+    """
+    if not request.data and request.features is None:
+        raise DataError("Nothing to train on: give answers with --data, or features with --features.")
+    if request.features_only and (request.features is None or not request.data):
+        raise DataError("Writing features takes both --data (what of) and --features (where to).")
+    if request.features_only:
+        return None
+    if request.out is None:
+        raise DataError("Say where the drafter goes with --out.")
+    if request.out.exists() and not request.overwrite:
+        raise DataError(f"{request.out} exists. Choose another --out, or replace it with --overwrite.")
+    last = get_last_checkpoint(str(request.checkpoints)) if request.checkpoints.is_dir() else None
+    if request.resume:
+        if last is None:
+            raise DataError(f"There is no checkpoint in {request.checkpoints} to resume from. Leave out --resume.")
+        _compare_runs(request)
+        return last
+    if last is not None and not request.overwrite:
+        raise DataError(
+            f"{request.checkpoints} holds checkpoints of an earlier run. Go on with it by --resume, or start over by "
+            "--overwrite (they are then replaced one by one)."
+        )
+    return None
+
+
+def _compare_runs(request: TrainRequest) -> None:
+    path = request.checkpoints / RUN_NAME
+    if not path.exists():
+        return
+    before, now = json.loads(path.read_text()), json.loads(json.dumps(request.described(), default=str))
+    for part, free in ((before, _FREE), (before["config"], _FREE_CONFIG)):
+        for name in free:
+            part.pop(name, None)
+    changed = [name for name in before if name != "config" and before[name] != now[name]]
+    changed += [name for name in before["config"] if before["config"][name] != now["config"].get(name)]
+    if changed:
+        shown = "; ".join(
+            f"{name} was {(before | before['config'])[name]!r:.60}, is {(now | now['config'])[name]!r:.60}"
+            for name in changed
+        )
+        raise DataError(
+            f"--resume with other settings than the run in {request.checkpoints} ({shown}). Give the same ones, or "
+            "start over with --overwrite."
+        )
+
+
+__all__ = ["TrainRequest", "check_places", "checkpoint_folder"]
