@@ -6,9 +6,16 @@ families. Field sources: DSpark (arXiv 2607.05147) and the reference repository 
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from .configuration_rules import check_choice, check_config, unknown_keys
+
+logger = logging.get_logger("dspark.configuration")
 
 Family = Literal["qwen3", "llama", "gemma4"]
 MarkovHeadType = Literal["none", "vanilla", "gated", "rnn"]
@@ -58,6 +65,7 @@ class DSparkConfig(PreTrainedConfig):
     Raises:
         ValueError: A field is missing, out of range or contradicts another; the message names the field, the value
             found, the rule and the way out.
+        TypeError: There is no such field.
     """
 
     model_type = "dspark"
@@ -111,26 +119,28 @@ class DSparkConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim if head_dim is not None else hidden_size // max(num_attention_heads, 1)
+        self.head_dim = head_dim if head_dim is not None else hidden_size // (num_attention_heads or 1)
         self.hidden_act = hidden_act
         self.rms_norm_eps = rms_norm_eps
         self.attention_bias = attention_bias
         self.attention_k_eq_v = attention_k_eq_v
         self.attention_dropout = attention_dropout
         self.max_position_embeddings = max_position_embeddings
+        if rope_parameters is None:
+            rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         # A copy: the base class fills in defaults in place, and the dict may belong to a target's config.
-        self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
+        self.rope_parameters = dict(rope_parameters) if isinstance(rope_parameters, dict) else rope_parameters
         self.initializer_range = initializer_range
         self.final_logit_softcapping = final_logit_softcapping
         self.embed_scale = embed_scale
         self.block_size = block_size
         self.sample_from_anchor = sample_from_anchor
         self.mask_token_id = mask_token_id
-        self.target_layer_ids = None if target_layer_ids is None else list(target_layer_ids)
+        self.target_layer_ids = _as_list(target_layer_ids)
         self.num_target_layers = num_target_layers
         self.target_hidden_size = target_hidden_size
         self.markov_rank = markov_rank
-        self.markov_head_type = markov_head_type or ("vanilla" if markov_rank else "none")
+        self.markov_head_type = ("vanilla" if markov_rank else "none") if markov_head_type is None else markov_head_type
         self.enable_confidence_head = enable_confidence_head
         # Left open, the head sees the Markov embedding exactly when there is one.
         self.confidence_head_with_markov = (
@@ -139,15 +149,43 @@ class DSparkConfig(PreTrainedConfig):
             else confidence_head_with_markov
         )
         self.confidence_head_bias = confidence_head_bias
-        self.confidence_temperatures = confidence_temperatures
+        self.confidence_temperatures = _as_list(confidence_temperatures)
         self.share_embedding = share_embedding
         # A reduced vocabulary has no head to borrow, so it owns one.
         self.share_lm_head = draft_vocab_size is None if share_lm_head is None else share_lm_head
         self.target = target
         self.tie_word_embeddings = False
         kwargs.pop("tie_word_embeddings", None)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, kwargs.pop(name, None))  # transformers' pipelines compare these with the target's
+        _refuse_unknown(kwargs)
+        check_choice(self, "family", get_args(Family))
+        check_choice(self, "markov_head_type", get_args(MarkovHeadType))
+        check_config(self)  # before the base class, which fills gaps in the rotary parameters
         super().__init__(**kwargs)
-        self._validate()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Config of a dict as `to_dict` or config.json has it; see `PreTrainedConfig.from_dict`.
+
+        Fields this version does not know are named in a warning and left out.
+
+        Raises:
+            ValueError: The dict is another model's, or a rule is broken.
+        """
+        found = config_dict.get("model_type", cls.model_type)
+        if found != cls.model_type:
+            raise ValueError(
+                f"This is a config of model_type {found!r}, a DSparkConfig has {cls.model_type!r}. Drafters in another "
+                "format are read by `DSparkDrafter.from_pretrained`, their configs by `dspark.hub.read_config`."
+            )
+        if unknown := unknown_keys(config_dict, _field_names()):
+            logger.warning(
+                f"The drafter's config has fields this version of dspark does not know, and ignores: "
+                f"{', '.join(unknown)}. If a newer version wrote it, update dspark: drafts may be accepted less often."
+            )
+            config_dict = {key: value for key, value in config_dict.items() if key not in unknown}
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -164,105 +202,23 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the target hidden states the drafter takes: tapped layers times D_t."""
         return len(self.target_layer_ids or ()) * (self.target_hidden_size or self.hidden_size)
 
-    def _validate(self) -> None:
-        self._check_literals()
-        self._check_sizes()
-        self._check_block()
-        self._check_target_layers()
-        self._check_heads()
-        self._check_sharing()
 
-    def _check_literals(self) -> None:
-        for field, allowed in (("family", get_args(Family)), ("markov_head_type", get_args(MarkovHeadType))):
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ValueError(f"`{field}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+def _as_list(values: Any) -> Any:
+    return list(values) if isinstance(values, list | tuple) else values
 
-    def _check_sizes(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{field}` must be an integer of at least 1, got {value!r}.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
-                f"({self.num_key_value_heads}): every key/value head serves the same number of query heads."
-            )
-        if self.attention_k_eq_v and self.family != "gemma4":
-            raise ValueError(f"`attention_k_eq_v` belongs to the family 'gemma4', got family {self.family!r}.")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` must lie in 1..vocab_size ({self.vocab_size}), got {self.draft_vocab_size}. "
-                "Leave it None for the whole vocabulary."
-            )
 
-    def _check_block(self) -> None:
-        least = 1 if self.sample_from_anchor else 2
-        if self.block_size < least:
-            raise ValueError(
-                f"`block_size` must be at least {least}, got {self.block_size}. It counts the anchor and the masks; "
-                "with `sample_from_anchor=False` the anchor slot predicts nothing."
-            )
-        if self.mask_token_id is None:
-            raise ValueError(
-                "`mask_token_id` is missing. Set it to the id the drafter was trained with (DeepSpec: 151669 for "
-                "Qwen3, 4 for Gemma 4); a padding or EOS id in its place lowers acceptance without an error."
-            )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` {self.mask_token_id} is outside the target's vocabulary of {self.vocab_size} rows."
-            )
-        temperatures = self.confidence_temperatures
-        if temperatures is not None and (
-            len(temperatures) != self.num_draft_tokens or not all(t > 0 for t in temperatures)
-        ):
-            raise ValueError(
-                f"`confidence_temperatures` must be {self.num_draft_tokens} positive numbers, one per draft "
-                f"position, got {temperatures}."
-            )
+def _field_names() -> set[str]:
+    return set(inspect.signature(DSparkConfig.__init__).parameters) - {"self", "kwargs"}
 
-    def _check_target_layers(self) -> None:
-        ids, count = self.target_layer_ids, self.num_target_layers
-        if not ids:
-            raise ValueError(
-                "`target_layer_ids` is missing. Name the decoder layers of the target whose outputs the drafter reads, "
-                "e.g. [1, 9, 17, 25, 33] for Qwen3-4B."
-            )
-        if count is None or count < 1:
-            raise ValueError(f"`num_target_layers` must be the target's number of decoder layers, got {count}.")
-        if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
-            raise ValueError(f"`target_layer_ids` must be strictly increasing, got {ids}.")
-        if ids[0] < -1 or ids[-1] >= count - 1:
-            raise ValueError(
-                f"`target_layer_ids` must lie in -1..{count - 2} for a target of {count} layers, got {ids}. -1 is the "
-                "embedding output; the last layer is refused, as transformers returns it after the final norm."
-            )
 
-    def _check_heads(self) -> None:
-        if (self.markov_rank > 0) != (self.markov_head_type != "none") or self.markov_rank < 0:
-            raise ValueError(
-                f"`markov_rank` ({self.markov_rank}) and `markov_head_type` ({self.markov_head_type!r}) disagree: rank "
-                "0 goes with 'none', a positive rank with 'vanilla', 'gated' or 'rnn'."
-            )
-        if self.confidence_head_with_markov and not (self.enable_confidence_head and self.markov_rank):
-            raise ValueError(
-                "`confidence_head_with_markov=True` needs both `enable_confidence_head=True` and a sequential head "
-                f"(`markov_rank` > 0), got {self.enable_confidence_head} and {self.markov_rank}."
-            )
-
-    def _check_sharing(self) -> None:
-        width = self.target_hidden_size or self.hidden_size
-        if width != self.hidden_size and (self.share_embedding or self.share_lm_head):
-            raise ValueError(
-                f"`target_hidden_size` ({width}) differs from `hidden_size` ({self.hidden_size}), so neither embedding "
-                "nor LM head can be borrowed: set `share_embedding=False` and `share_lm_head=False`."
-            )
-        if self.draft_vocab_size is not None and self.share_lm_head:
-            raise ValueError(
-                "`share_lm_head=True` with a reduced `draft_vocab_size`: the target's head has all of V's rows. Store "
-                "the reduced head with the drafter (`share_lm_head=False`)."
-            )
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    names = _field_names()
+    for key in unknown_keys(kwargs, names):
+        close = difflib.get_close_matches(key, names, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        if key in ("rope_theta", "rope_scaling"):
+            hint = " It goes into `rope_parameters`."
+        raise TypeError(f"DSparkConfig has no field `{key}` (got {kwargs[key]!r}).{hint}")
 
 
 __all__ = ["DSparkConfig", "Family", "MarkovHeadType"]

@@ -5,6 +5,7 @@ The only place that knows how models are put together; everything else takes the
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -113,37 +114,57 @@ def rotary_kind(config: Any) -> tuple[str | None, float | None]:
     return rope.get("rope_type"), rope.get("rope_theta")
 
 
+def skips_hidden_states(target: PreTrainedModel) -> bool:
+    """Whether a pass that keeps few logits leaves out positions in late layers (those that share keys: Gemma 4)."""
+    return bool(getattr(text_config(target), "num_kv_shared_layers", 0))
+
+
+def counts_slots(target: PreTrainedModel) -> bool:
+    """Whether attention tells distances by cache slots instead of positions, so that holes would shift them.
+
+    So do models that are given no positions (ALiBi) and the local layers of GPT-Neo.
+    """
+    is_told = "position_ids" in inspect.signature(type(target).forward).parameters
+    return not is_told or "local" in (getattr(text_config(target), "attention_layers", None) or ())
+
+
 def carries_state(target: PreTrainedModel) -> bool:
     """Whether the recurrent layers of a target go on from their state in a pass over several tokens.
 
     Some start such a pass from an empty state, without an error; it depends on the model, transformers and the kernels
     installed. So it is tried, once per target, device and dtype: a few tokens in one pass and in two must leave the
-    same state, but for rounding.
+    same state but for rounding, and clearing the state in between must change it.
     """
     known = _carrying.setdefault(target, {})
     key = (target.device, target.dtype)
     if key not in known:
-        whole, parts = _state_after(target, [8]), _state_after(target, [5, 3])
-        known[key] = bool((whole - parts).norm() <= 0.1 * whole.norm())
+        whole, parts = _state_after(target, [8]), _state_after(target, [6, 2])
+        is_close = (whole - parts).norm() <= torch.finfo(target.dtype).eps ** 0.5 * whole.norm()
+        known[key] = bool(is_close) and not torch.equal(parts, _state_after(target, [6, 2], clear=True))
     return known[key]
 
 
 @torch.no_grad()
-def _state_after(target: PreTrainedModel, widths: list[int]) -> torch.Tensor:
-    """First recurrent state after passes of these widths; the last hidden state of a model with convolutions only."""
+def _state_after(target: PreTrainedModel, widths: list[int], *, clear: bool = False) -> torch.Tensor:
+    """The first recurrent layer's state after passes of these widths; `clear` empties it before the last.
+
+    Of a layer without such a state (a convolution) it is the last hidden state, and its inputs are what is cleared.
+    """
     decoder = target.get_decoder()
-    device = next(decoder.parameters()).device
-    ids = torch.arange(sum(widths), device=device)[None]
+    ids = torch.arange(sum(widths), device=next(decoder.parameters()).device)[None]
     cache = DynamicCache(config=text_config(target))
-    for part in ids.split(widths, dim=1):
+    layer = next(layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+    for i, part in enumerate(ids.split(widths, dim=1)):
+        if clear and i == len(widths) - 1:
+            for state in _tensors(layer.recurrent_states) or _tensors(layer.conv_states):
+                state.zero_()
         outputs = decoder(input_ids=part, use_cache=True, **{cache_name(decoder): cache})
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            states = layer.recurrent_states
-            for state in states.values() if isinstance(states, dict) else [states]:
-                if state is not None:
-                    return state.float()
-    return outputs.last_hidden_state[:, -1].float()
+    states = _tensors(layer.recurrent_states) or [outputs.last_hidden_state[:, -1]]
+    return states[0].float()
+
+
+def _tensors(states: Any) -> list[torch.Tensor]:
+    return [state for state in (states.values() if isinstance(states, dict) else [states]) if state is not None]
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -155,6 +176,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 __all__ = [
     "carries_state",
+    "counts_slots",
     "decoder_layers",
     "describe",
     "embedding_module",
@@ -162,6 +184,7 @@ __all__ = [
     "is_on_meta",
     "logit_rows",
     "rotary_kind",
+    "skips_hidden_states",
     "table_shape",
     "text_config",
     "unwrap",

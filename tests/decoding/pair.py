@@ -50,6 +50,7 @@ def new_target(attention: str = "sdpa", *, sliding_window: int | None = None) ->
         # Rows of one length: no token is preferred, so texts are varied.
         head = model.lm_head.weight
         head.sub_(head.mean(0)).div_(head.norm(dim=-1, keepdim=True) / 2)
+        head[0] = 0  # padding is never written
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval()
 
@@ -73,9 +74,9 @@ def plain(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
 @lru_cache
 def distinct() -> tuple[torch.Tensor, list[int]]:
     """A prompt whose first 20 greedy tokens all differ, and the whole text: any of these can be declared a stop."""
-    prompts = torch.cat([prompt(seed=seed) for seed in range(512)])
+    prompts = torch.cat([prompt(seed=seed) for seed in range(1024)])
     for row in plain(target(), prompts, max_new_tokens=20).tolist():
-        if len(set(row[6:])) == 20:
+        if len({*row[6:]}) == 20:
             ids = torch.tensor([row[:6]])
             return ids, plain(target(), ids, max_new_tokens=60)[0].tolist()
     raise AssertionError("no prompt with 20 different tokens behind it")

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from dspark.decoding import loop, prompt, rejection, verify
-from tests.reference.law import TextLaw
+from tests.reference.law import TextLaw, total_variation
 
 # Runs `generate` on so many copies of one prompt; returns the new tokens, int64 `[rows, n]`.
 Run = Callable[[int], torch.Tensor]
@@ -183,6 +183,29 @@ class Chance:
         return noting
 
 
+def emitted_law(model: Any, assistant: Any, ids: torch.Tensor, chance: Chance, **kwargs: Any) -> TextLaw:
+    """Law of the text behind prompt `ids [1, P]` that `generate` samples; plain decoding when `assistant` is None.
+
+    Ended texts are padded. `logits_processor` may be a function that makes a new list for every replay.
+    """
+    pad = model.generation_config.pad_token_id
+    make = kwargs.pop("logits_processor", None)
+
+    def run(rows: int) -> torch.Tensor:
+        extra = {} if make is None else {"logits_processor": make() if callable(make) else make}
+        texts = model.generate(ids.expand(rows, -1), assistant_model=assistant, do_sample=True, **kwargs, **extra)
+        new = texts[:, ids.shape[1] :]
+        return torch.nn.functional.pad(new, (0, max(chance.horizon - new.shape[1], 0)), value=pad)
+
+    return chance.law(run)
+
+
+def distance(got: TextLaw, want: TextLaw) -> float:
+    """Total variation; 1 when a text came out that cannot be, however rarely."""
+    is_possible = all(want.get(text, 0) > 0 for text in got)
+    return float(total_variation(got, want)) if is_possible else 1.0
+
+
 class _Uniforms:
     """`[B, K + 1]` uniforms: the last column drives the next token (see `draw`), the others decide acceptance."""
 
@@ -229,4 +252,4 @@ def _normalised(weights: torch.Tensor) -> list[list[float]]:
     return (weights / weights.sum(-1, keepdim=True)).tolist()
 
 
-__all__ = ["Chance", "Run"]
+__all__ = ["Chance", "Run", "distance", "emitted_law"]

@@ -9,12 +9,23 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dspark import DSparkDrafter
+from dspark.modeling_dspark import DraftBlock
 from tests.reference.law import Text, TextLaw, target_law
 from tests.scripted import drafter_config
 
 
+class ConstantDrafter(DSparkDrafter):
+    """Drafts every token from the same law."""
+
+    log_law: torch.Tensor
+
+    def draft_block(self, *args: Any) -> DraftBlock:
+        block = super().draft_block(*args)
+        return DraftBlock(block.hidden, self.log_law.expand_as(block.base_logits))
+
+
 @lru_cache
-def target(vocab: int = 3, seed: int = 0, contrast: float = 3.0) -> LlamaForCausalLM:
+def target(vocab: int = 3, seed: int = 0, contrast: float = 2.0) -> LlamaForCausalLM:
     """A two-layer random Llama; `contrast` scales its logits."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -45,6 +56,20 @@ def drafter(model: PreTrainedModel, seed: int = 1, cls: type[DSparkDrafter] = DS
     return made
 
 
+def constant_pair(target_law: list[float], draft_law: list[float], block_size: int) -> tuple[Any, Any]:
+    """A target and a drafter that say the same law whatever the text."""
+
+    def say(module: Any, args: Any, outputs: Any) -> Any:
+        outputs.logits = torch.tensor(target_law).log().expand_as(outputs.logits)
+        return outputs
+
+    model = target.__wrapped__(len(target_law))
+    model.register_forward_hook(say)
+    made = drafter(model, cls=ConstantDrafter, block_size=block_size, markov_rank=0)
+    made.log_law = torch.tensor(draft_law).log()
+    return model, made
+
+
 def prepared_processors(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
     """The processors transformers itself prepares for these arguments, warpers included."""
     box: list[Any] = []
@@ -60,6 +85,7 @@ def prepared_processors(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any
 @torch.no_grad()
 def own_law(model: PreTrainedModel, ids: torch.Tensor, horizon: int, **kwargs: Any) -> TextLaw:
     """The target's law of the next `horizon` tokens: whole-prefix forwards, no cache, no drafter."""
+    kwargs.pop("survival_threshold", None)  # the others are transformers' own names, which plain decoding ignores
     processors = prepared_processors(model, ids, **kwargs)
     stops = kwargs.get("eos_token_id", [])
     stops = [stops] if isinstance(stops, int) else stops
@@ -75,4 +101,4 @@ def own_law(model: PreTrainedModel, ids: torch.Tensor, horizon: int, **kwargs: A
     return target_law(next_law, horizon)
 
 
-__all__ = ["drafter", "own_law", "prepared_processors", "target"]
+__all__ = ["constant_pair", "drafter", "own_law", "prepared_processors", "target"]

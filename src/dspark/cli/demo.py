@@ -14,14 +14,19 @@ from ..cpu import optimize_for_cpu
 from ..evaluation import SETS, Summary, chat_ids, compare, plain_seconds, sample_prompts, summarise
 from ..modeling_dspark import DSparkDrafter
 from ..stats import STEPS, SpeculationStats
+from ..version import __version__
 from .common import bad_input_exits, demo_drafter, demo_target, load_drafter, load_target, out, print_json
 
 _PROMPT = "A train leaves at 9:40 and arrives at 12:05. It stops for 15 minutes on the way. How long was it moving?"
 
 
 def demo(
-    target: Annotated[str | None, typer.Option(help="Target: folder or Hub id. Default: SmolLM2-135M-Instruct.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Drafter: folder or Hub id. Default: the one shipped here.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target: folder or Hub id. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter: folder or Hub id. Default: the one shipped here.")
+    ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per evaluation set in the table.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
@@ -48,22 +53,51 @@ def demo(
         out.print(f"[bold]drafter[/] {draft.num_parameters() / 1e6:.1f} M parameters, block {draft.config.block_size}")
         out.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {threads} threads\n")
     sets = {name: [chat_ids(tokenizer, p) for p in sample_prompts(name, prompts)] for name in SETS}
-    generate = {"do_sample": False, "max_new_tokens": max_new_tokens, "assistant_confidence_threshold": threshold}
-    plain = {key: value for key, value in generate.items() if key != "assistant_confidence_threshold"}
+    plain = {"do_sample": False, "max_new_tokens": max_new_tokens}
     stock = {} if quick else {name: sum(plain_seconds(model, ids, **plain)) for name, ids in sets.items()}
     with optimize_for_cpu(model), optimize_for_cpu(draft):
         equal = True
         if not as_json:
             equal = _streamed(model, draft, tokenizer, plain, threshold)
-        rows = [] if quick else [compare(model, draft, n, ids, threshold=threshold, **plain) for n, i in sets.items() for ids in i]
+        chosen = {} if quick else sets
+        rows = [
+            compare(model, draft, name, i, threshold=threshold, **plain) for name, ids in chosen.items() for i in ids
+        ]
     summaries = summarise(rows)
     if as_json:
-        print_json([{**s.to_dict(), "stock_seconds": stock.get(s.name)} for s in summaries])
+        print_json(
+            _report(model, draft, summaries, stock, settings={**plain, "threshold": threshold, "threads": threads})
+        )
     elif summaries:
         out.print(_table(summaries, stock))
         out.print(_time_split(summaries))
     if not equal or any(s.num_equal < len(s.rows) for s in summaries):
         raise typer.Exit(1)
+
+
+def _report(
+    model: PreTrainedModel,
+    drafter: DSparkDrafter,
+    summaries: list[Summary],
+    stock: dict[str, float],
+    *,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Figures and what they were taken with."""
+    sets = []
+    for summary in summaries:
+        figures = summary.to_dict()
+        figures["stock_plain_seconds"] = stock[summary.name]
+        figures["speedup_over_stock"] = stock[summary.name] / figures["speculative_seconds"]
+        sets.append(figures)
+    return {
+        "settings": {**settings, "dtype": "float32", "block_size": drafter.config.block_size},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "dspark": __version__},
+        "target": {"class": type(model).__name__, "parameters": model.num_parameters()},
+        "drafter": {"parameters": drafter.num_parameters()},
+        "mean_speedup": sum(s["speedup"] for s in sets) / max(len(sets), 1),
+        "sets": sets,
+    }
 
 
 def _streamed(
@@ -92,7 +126,8 @@ def _table(summaries: list[Summary], stock: dict[str, float]) -> Table:
         spent = sum(r.speculative_seconds for r in s.rows)
         table.add_row(
             s.name, str(len(s.rows)), f"{s.num_equal}/{len(s.rows)}", f"{s.stats.mean_acceptance_length:.2f}",
-            f"{s.stats.num_new_tokens / s.stats.num_target_passes:.2f}", f"{s.speedup:.2f}", f"{stock[s.name] / spent:.2f}",
+            f"{s.stats.num_new_tokens / s.stats.num_target_passes:.2f}", f"{s.speedup:.2f}",
+            f"{stock[s.name] / spent:.2f}",
         )  # fmt: skip
     mean = sum(s.speedup for s in summaries) / len(summaries)
     table.add_section()

@@ -14,18 +14,26 @@ from .common import bad_input_exits, err, load_drafter, load_target, out, parse_
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The user's turn; the target's chat template is applied where it has one.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The user's turn; the target's chat template is applied where it has one.")
+    ],
     target: Annotated[str, typer.Option(help="Target: folder or Hub id.")],
     drafter: Annotated[str, typer.Option(help="Drafter: folder or Hub id.")],
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")
+    ] = 0.0,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="Device of both models.")] = "cpu",
-    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print text and statistics as JSON instead of streaming.")] = False,
+    pack: Annotated[
+        bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print text and statistics as JSON instead of streaming.")
+    ] = False,
 ) -> None:
     """Stream an answer of TARGET, drafted by DRAFTER; the text is exactly what the target alone would give.
 

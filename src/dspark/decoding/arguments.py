@@ -13,6 +13,7 @@ from ..modeling_dspark import DSparkDrafter
 from ..speculation import SpeculationConfig
 from ..target import describe, unwrap
 from .record import Recorder
+from .target_cache import QUANTISED
 
 # Knobs with transformers' own names, read from the call, then from the config passed to it.
 _KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
@@ -33,7 +34,9 @@ def drafter_of(call: dict[str, Any]) -> DSparkDrafter | None:
 
 
 def check_arguments(target: PreTrainedModel, call: dict[str, Any]) -> None:
-    """Refuse what `custom_generate` would drop without a word."""
+    """Refuse what `custom_generate` would drop without a word, and what would fail before our own checks."""
+    if _option(target, call, "cache_implementation") == "quantized":
+        raise ValueError(f"`cache_implementation='quantized'`: {QUANTISED}")  # no backend needs to be installed for it
     if call.get("synced_gpus"):
         raise ValueError(
             "`synced_gpus=True` makes all processes run the same number of forward passes, but rounds with a drafter "

@@ -64,8 +64,8 @@ def _record(run: DecodingRun, verdict: RowVerdict, count: int) -> None:
 def _record_states(run: DecodingRun, count: int) -> None:
     if run.recorder.attentions is None and run.recorder.hidden_states is None:
         return
-    slots, keys = run.session.pass_slots(count)
-    run.recorder.verify_pass(run.outputs, slots, keys)
+    weights = run.outputs.attentions or ()
+    run.recorder.verify_pass(run.outputs, run.session.pass_slots(count), run.session.attention_widths(len(weights)))
 
 
 def drop_finished(run: DecodingRun, finished: list[bool]) -> None:

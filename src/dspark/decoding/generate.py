@@ -21,7 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from ..compat import check_generation_hooks, output_cache_field
+from ..compat import check_generation_hooks, output_cache_field, pop_cache
 from ..modeling_dspark import DSparkDrafter
 from ..pairing import require_pair
 from ..speculation import SpeculationConfig
@@ -95,16 +95,20 @@ def generate_with_drafter(
     bind_stop_strings(target, call, tokenizer)
     require_pair(target, drafter, tokenizer=tokenizer)
     # `generate` itself puts the prompt to the streamer, the loop the rest.
-    return original(target, custom_generate=_Door(drafter, settings, streamer), **call)
+    door = _Door(drafter, settings, streamer, has_callers_cache=pop_cache(call)[1] is not None)
+    return original(target, custom_generate=door, **call)
 
 
 class _Door:
     """The callable handed to `generate(custom_generate=...)`, with what that extension point drops bound in it."""
 
-    def __init__(self, drafter: DSparkDrafter, settings: SpeculationConfig, streamer: Any) -> None:
+    def __init__(
+        self, drafter: DSparkDrafter, settings: SpeculationConfig, streamer: Any, *, has_callers_cache: bool
+    ) -> None:
         self.drafter = drafter
         self.settings = settings
         self.streamer = streamer
+        self.has_callers_cache = has_callers_cache
 
     def __call__(
         self,
@@ -118,6 +122,7 @@ class _Door:
         return decode_with(
             target, self.drafter, input_ids, logits_processor, stopping_criteria, generation_config,
             settings=self.settings, streamer=self.streamer, model_kwargs=model_kwargs,
+            has_callers_cache=self.has_callers_cache,
         )  # fmt: skip
 
 
@@ -133,7 +138,7 @@ def decode_from_custom_generate(
 ) -> Any:
     """The door `custom_generate=drafter.decode`: checks the pair, then decodes with the drafter's own settings."""
     require_pair(target, drafter)
-    door = _Door(drafter, drafter.speculation, None)
+    door = _Door(drafter, drafter.speculation, None, has_callers_cache=False)
     return door(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
@@ -149,6 +154,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     settings: SpeculationConfig,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    has_callers_cache: bool,
 ) -> Any:
     """The decoding method behind every door; arguments as transformers' own decoding methods take them."""
     recorder = Recorder(generation_config, streamer)
@@ -159,14 +165,18 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     capture = HiddenStateCapture(target, drafter.config.target_layer_ids or [])
     session = TargetSession(target, model_kwargs, capture, stats)
     batch, prompt = input_ids.shape
-    session.check(max_length=generation_config.max_length + _extra_width(input_ids, model_kwargs), batch_size=batch)
+    session.check(
+        max_length=generation_config.max_length + _extra_width(input_ids, model_kwargs),
+        batch_size=batch,
+        is_callers=has_callers_cache,
+    )
     run = DecodingRun(
         drafter=drafter,
         shared=drafter.shared_modules(target),
         vocabulary=DraftVocabulary.of(drafter, logit_rows(target), input_ids.device),
         session=session,
         settings=settings,
-        processors=Processors(logits_processor),
+        processors=Processors(logits_processor, num_rows=batch),
         stop_rules=stop_rules,
         do_sample=bool(generation_config.do_sample),
         text=Text(input_ids.clone(), [prompt] * batch, prompt),
@@ -177,6 +187,8 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     try:
         with capture:
             decode(run, input_ids, generation_config)
+        if has_callers_cache or generation_config.return_dict_in_generate:
+            session.settle(run.text.prefix(0), run.text.lengths[0] - prompt)
     finally:
         cache = session.finish()
     if streamer is not None:
@@ -192,7 +204,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
         attentions=recorder.attentions,
         hidden_states=recorder.hidden_states,
         speculation=stats,
-        **{output_cache_field(): cache},
+        **{output_cache_field(): cache if batch == 1 else None},  # of several rows it has holes
     )
 
 

@@ -8,6 +8,7 @@ unknown, the drafter starts with the context it can see.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from transformers import GenerationConfig
@@ -30,13 +31,12 @@ def read_prompt(run: DecodingRun, input_ids: torch.Tensor, generation_config: Ge
     start = time.perf_counter()
     session, drafter = run.session, run.drafter
     mask = session.kwargs.get("attention_mask")
-    cached = session.cached_before()
     features: list[torch.Tensor] = []
 
     def sink(states: torch.Tensor) -> None:
         features.append(drafter.project_context(states))
 
-    offset = _rebuild_prefix(run, input_ids, mask, cached, sink)
+    offset = _rebuild_prefix(run, input_ids, generation_config, sink)
     outputs = session.prefill(input_ids, generation_config, sink)
     run.recorder.prompt_pass(outputs)
     start_context(run, features, mask, offset=offset)
@@ -48,7 +48,7 @@ def read_prompt(run: DecodingRun, input_ids: torch.Tensor, generation_config: Ge
 
 def _first_token(run: DecodingRun, row: int, logits: torch.Tensor) -> RowVerdict:
     logits = logits.clone()  # as plain decoding: processors may write in place, and the prompt's logits are freed
-    scores = run.processors.process_target(run.text.prefix(row), logits)
+    scores = run.processors.process_target(row, run.text.prefix(row), logits)
     if run.do_sample:
         token = int(torch.multinomial(scores.softmax(-1), 1))
     else:
@@ -56,20 +56,28 @@ def _first_token(run: DecodingRun, row: int, logits: torch.Tensor) -> RowVerdict
     return RowVerdict([token], 0, scores=scores, logits=logits)
 
 
-def _rebuild_prefix(run: DecodingRun, input_ids: torch.Tensor, mask: torch.Tensor | None, cached: int, sink) -> int:  # type: ignore[no-untyped-def]
+def _rebuild_prefix(
+    run: DecodingRun,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    sink: Callable[[torch.Tensor], None],
+) -> int:
     """Features of what the user's cache already holds; returns the position the context starts at."""
+    session = run.session
+    cached = session.cached_before()
     if cached == 0:
         return 0
-    width = input_ids.shape[1]
-    if width <= cached or "inputs_embeds" in run.session.kwargs:
+    # Embeddings are always those of the whole prompt.
+    is_known = "inputs_embeds" in session.kwargs or session.has_whole_prompt(input_ids, generation_config)
+    if cached is None or not is_known:
         run.stats.fallback_reason = (
-            f"the cache holds {cached} tokens whose ids are unknown, so the drafter sees only what follows them"
+            "the cache holds tokens whose ids are unknown, so the drafter sees only what follows them"
         )
         logger.warning_once(f"dspark: {run.stats.fallback_reason}. Output is unchanged; pass the whole `input_ids`.")
-        return cached
+        return cached or 0
     run.stats.fallback_reason = f"the {cached} cached prompt tokens were forwarded again for the drafter's context"
     logger.warning_once(f"dspark: {run.stats.fallback_reason}. Output is unchanged.")
-    run.session.forward_plain(input_ids[:, :cached], None if mask is None else mask[:, :cached], sink)
+    session.forward_plain(cached, input_ids, sink)
     return 0
 
 

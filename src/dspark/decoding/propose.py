@@ -22,7 +22,7 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
 
     def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
         if processors.draft:
-            prefixes = _prefixes(run, tokens) if needs_prefix else []
+            prefixes = _prefixes(run, tokens) if needs_prefix else {}
             logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
         if vocabulary.forbidden is not None:
             logits = logits.masked_fill(vocabulary.forbidden, -torch.inf)
@@ -47,13 +47,13 @@ def _law(logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
     return torch.where(empty, uniform, logits).softmax(-1)
 
 
-def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Each live row's text with the drafts so far behind it, `[1, n_b + k]`."""
     drafted = torch.stack(tokens, dim=1).to(run.device) if tokens else None
-    prefixes = []
+    prefixes = {}
     for b, row in enumerate(run.rows):
         text = run.text.prefix(row)
-        prefixes.append(text if drafted is None else torch.cat([text, drafted[b : b + 1]], dim=1))
+        prefixes[row] = text if drafted is None else torch.cat([text, drafted[b : b + 1]], dim=1)
     return prefixes
 
 

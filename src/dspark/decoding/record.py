@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache, StaticLayer
+
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba")  # kinds of layers that give no attention weights
 
 
 class Recorder:
@@ -54,19 +57,54 @@ class Recorder:
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
 
-    def verify_pass(self, outputs: Any, slots: range, key_lengths: range) -> None:
+    def verify_pass(self, outputs: Any, slots: range, widths: list[int | None]) -> None:
         """Split a verification pass into tokens.
 
         Args:
             outputs: The target's output.
             slots: Slots of the pass whose successors were emitted.
-            key_lengths: Keys each of these slots attended to.
+            widths: See `attention_widths`.
         """
-        for slot, keys in zip(slots, key_lengths, strict=True):
+        for slot in slots:
             if self.attentions is not None:
-                self.attentions += (tuple(a[:, :, slot : slot + 1, :keys] for a in outputs.attentions),)
+                layers = zip(outputs.attentions, widths, strict=True)
+                self.attentions += (tuple(_step_weights(weights, slot, width) for weights, width in layers),)
             if self.hidden_states is not None:
                 self.hidden_states += (tuple(h[:, slot : slot + 1] for h in outputs.hidden_states),)
 
 
-__all__ = ["Recorder"]
+def attention_widths(config: Any, cache: Cache, count: int) -> list[int | None]:
+    """Most keys that one step of plain decoding attends to, per layer with attention weights.
+
+    Args:
+        config: Of the target's text decoder.
+        cache: The target's cache.
+        count: Layers with attention weights.
+
+    Returns:
+        The window of a sliding layer, None for a layer that keeps everything, 0 for a static one: its width never
+        changes.
+    """
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    width_of: dict[str, int | None] = {}
+    # Layers that share another's keys come last and have no cache layer of their own.
+    for kind, layer in zip(kinds, cache.layers, strict=False):
+        width_of.setdefault(kind, _width(layer))
+    widths = [width_of[kind] for kind in kinds if kind in width_of and kind not in _WITHOUT_ATTENTION]
+    return widths if len(widths) == count else [None] * count
+
+
+def _width(layer: Any) -> int | None:
+    if isinstance(layer, StaticLayer):
+        return 0
+    return layer.sliding_window if getattr(layer, "is_sliding", False) else None
+
+
+def _step_weights(weights: torch.Tensor, slot: int, width: int | None) -> torch.Tensor:
+    """Of a pass's attention weights `[1, heads, q, keys]`, those of one slot up to its own key, `[1, heads, 1, n]`."""
+    end = weights.shape[-1] - (weights.shape[-2] - 1 - slot) if width != 0 else None
+    start = max(end - width, 0) if end is not None and width is not None else 0
+    return weights[:, :, slot : slot + 1, start:end]
+
+
+__all__ = ["Recorder", "attention_widths"]

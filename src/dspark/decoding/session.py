@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..compat import cache_name, pop_cache
+from ..compat import cache_length, cache_name, pop_cache
 from ..stats import SpeculationStats
-from ..target import text_config
+from ..target import counts_slots, skips_hidden_states, text_config
 from .capture import HiddenStateCapture
+from .record import attention_widths
 from .target_cache import CacheRollback, check_cache
 
 _MAX_HOLE_SHARE = 0.25  # compaction copies the cache once per this share of new slots: O(1) per token
@@ -48,21 +49,31 @@ class TargetSession:
         self._mask: torch.Tensor | None = None  # [B, W] once holes or padding exist, else None
         self._base: torch.Tensor | None = None  # position of each row's last prompt token, [..., B, 1]
         self._cached = 0  # slots in the cache, W
+        self._ahead = 1  # position of the furthest row's anchor, counted from its last prompt token
+        self._max_hole_share = 0.0 if counts_slots(target) else _MAX_HOLE_SHARE
         self._keeps_mask = False  # whether the forward was given a mask, though nothing is masked
         self._pass_tokens: list[list[int]] = []
         self._pass_width = 0
 
     # --- prompt ---------------------------------------------------------------------------------------------------
 
-    def cached_before(self) -> int:
-        """Tokens a user's half-filled cache already holds."""
+    def cached_before(self) -> int | None:
+        """Tokens a user's cache already holds; None for a recurrent state, which does not count them."""
         _, cache = pop_cache(self.kwargs)
-        return 0 if cache is None else int(cache.get_seq_length())
+        length = 0 if cache is None else cache_length(cache)
+        is_empty = length is None and not any(_any(layer.has_previous_state) for layer in cache.layers)
+        return 0 if is_empty else length
 
-    def check(self, *, max_length: int, batch_size: int) -> None:
-        """Refuse caches that cannot be rolled back; see `check_cache`."""
+    def has_whole_prompt(self, input_ids: torch.Tensor, generation_config: GenerationConfig) -> bool:
+        """Whether `input_ids` also has the tokens of a user's half-filled cache, by the rule of `_prefill`."""
+        mask = self.kwargs.get("attention_mask")
+        length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+        return length == input_ids.shape[1]
+
+    def check(self, *, max_length: int, batch_size: int, is_callers: bool) -> None:
+        """Refuse caches that cannot be rolled back, see `check_cache`; `is_callers`: the caller passed it."""
         _, cache = pop_cache(self.kwargs)
-        check_cache(self.target, cache, max_length=max_length, batch_size=batch_size)
+        check_cache(self.target, cache, max_length=max_length, batch_size=batch_size, is_callers=is_callers)
 
     def prefill(
         self,
@@ -79,10 +90,8 @@ class TargetSession:
         """
         mask, positions = self.kwargs.get("attention_mask"), self.kwargs.get("position_ids")
         # `_prefill` pops what it splits into chunks, and the passes after it build on these.
-        kwargs = dict(self.kwargs)
-        outputs = self.capture.run(
-            lambda: self.target._prefill(input_ids, generation_config, kwargs), sink
-        )
+        kwargs = self._with_all_states(self.kwargs)
+        outputs = self.capture.run(lambda: self.target._prefill(input_ids, generation_config, kwargs), sink)
         name, cache = pop_cache(dict(outputs.items()))
         if name is None:
             name, cache = pop_cache(self.kwargs)
@@ -92,30 +101,35 @@ class TargetSession:
         self.kwargs.pop("inputs_embeds", None)
         self._mask = mask if mask is not None and not bool(mask.all()) else None
         self._keeps_mask = mask is not None
-        self._cached = self._prompt_width(input_ids, mask, positions, cache)
-        self._base = None if positions is None else positions[..., -1:]
+        self._cached = cache_length(cache) or 0  # all recurrent: no slots
+        # Without a mask all rows may share one row of positions.
+        self._base = None if positions is None else positions[..., -1:] + positions.new_zeros(input_ids.shape[0], 1)
         self.stats.num_target_passes += 1
         return outputs
 
-    @staticmethod
-    def _prompt_width(
-        input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, cache: Any
-    ) -> int:
-        for known in (positions, mask):
-            if known is not None:
-                return known.shape[-1]
-        length = int(cache.get_seq_length())
-        return length or input_ids.shape[1]
-
-    def forward_plain(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None, sink: Callable[[torch.Tensor], None]
-    ) -> None:
-        """A pass over `input_ids [B, S]` without any cache, only for its hidden states."""
-        kwargs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+    def forward_plain(self, width: int, input_ids: torch.Tensor, sink: Callable[[torch.Tensor], None]) -> None:
+        """A pass over the first `width` tokens of the prompt without any cache, only for its hidden states."""
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if (embeds := self.kwargs.get("inputs_embeds")) is not None:
+            kwargs["inputs_embeds"] = embeds[:, :width]
+        else:
+            kwargs["input_ids"] = input_ids[:, :width]
+        for name in ("attention_mask", "position_ids"):
+            if self.kwargs.get(name) is not None:
+                kwargs[name] = self.kwargs[name][..., :width]
         if "logits_to_keep" in self.kwargs:
             kwargs["logits_to_keep"] = 1
+        kwargs = self._with_all_states(kwargs)
         self.capture.run(lambda: self.target(**kwargs, return_dict=True), sink)
         self.stats.num_target_passes += 1
+
+    def _with_all_states(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A copy of `kwargs` whose pass computes all positions in every layer, however few logits are kept."""
+        kwargs = dict(kwargs)
+        if "logits_to_keep" in kwargs and skips_hidden_states(self.target):
+            # Only a number of logits lets such a target skip positions, indices do not.
+            kwargs["logits_to_keep"] = torch.tensor([-1], device=self.target.device)
+        return kwargs
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
@@ -130,8 +144,10 @@ class TargetSession:
         if getattr(config, "rope_parameters", None) is not None:
             return None
         longest = getattr(config, "max_position_embeddings", None)
-        # The anchor takes position `_cached`.
-        return None if longest is None else max(int(longest) - 1 - self._cached, 0)
+        if longest is None:
+            return None
+        anchor = self._cached if self._base is None else int(self._base.max()) + self._ahead
+        return max(int(longest) - 1 - anchor, 0)
 
     def verify(
         self, text_ids: torch.Tensor, blocks: list[list[int]], generated: Sequence[int]
@@ -171,16 +187,17 @@ class TargetSession:
             kwargs["position_ids"] = self._base + offsets.to(self._base.dtype)
         if (mask := self._grown_mask(new, rows, device)) is not None:
             kwargs["attention_mask"] = mask
-        if "logits_to_keep" in kwargs:
-            kwargs["logits_to_keep"] = width
         for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             if (types := kwargs.get(name)) is not None:
                 # The text goes on in the last token's type; multimodal types mark inputs only, and 0 is text.
                 last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
                 kwargs[name] = last.expand(rows, new)
-        return self.target.prepare_inputs_for_generation(
+        inputs = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=new, is_first_iteration=False, **kwargs
         )
+        if "logits_to_keep" in kwargs:
+            inputs["logits_to_keep"] = width  # some models' preparation puts a number of their own
+        return inputs
 
     def _grown_mask(self, new: int, rows: int, device: torch.device) -> torch.Tensor | None:
         if self._mask is not None:
@@ -199,15 +216,19 @@ class TargetSession:
             valid = slots < torch.tensor(counts, device=self._mask.device)[:, None]
             self._mask = torch.cat([self._mask, valid.to(self._mask.dtype)], dim=-1)
         self._cached += kept
+        self._ahead += kept
         if len(counts) > 1:
             self._compact()
 
-    def pass_slots(self, count: int) -> tuple[range, range]:
-        """Of a single row's last pass: output slots of its first `count` block tokens, and keys each attended to."""
-        assert self._rollback is not None
+    def pass_slots(self, count: int) -> range:
+        """Output slots of the first `count` block tokens of a single row's last pass."""
         skipped = len(self._pass_tokens[0]) - self._pass_width
-        first = self._cached + 1
-        return range(skipped, skipped + count), range(first, first + count)
+        return range(skipped, skipped + count)
+
+    def attention_widths(self, count: int) -> list[int | None]:
+        """Keys one step attends to in each of the `count` layers with attention weights, see `record.py`."""
+        assert self._rollback is not None
+        return attention_widths(text_config(self.target), self._rollback.cache, count)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these live rows (indices into the present ones)."""
@@ -219,6 +240,22 @@ class TargetSession:
         for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             if self.kwargs.get(name) is not None:
                 self.kwargs[name] = self.kwargs[name][index]
+
+    def settle(self, text_ids: torch.Tensor, generated: int) -> None:
+        """Bring a recurrent state up to the text, so that the cache is as plain decoding leaves it.
+
+        Args:
+            text_ids: int64 `[1, n]`, the whole text.
+            generated: Tokens generated, the last one (which no cache holds) included.
+        """
+        replay = [] if self._rollback is None else self._rollback.replay
+        if not replay:
+            return
+        assert self._rollback is not None
+        inputs = self._inputs(text_ids[:, :-1], [generated - len(replay)], new=len(replay), width=1)
+        self.target(**inputs, return_dict=True)
+        self.stats.num_target_passes += 1
+        self._rollback.after_pass(replay, 0)
 
     def finish(self) -> Any:
         """Stop recording; returns the cache."""
@@ -236,18 +273,23 @@ class TargetSession:
             return
         valid = self._mask.sum(-1)
         width = int(valid.max())
-        if self._cached - width <= _MAX_HOLE_SHARE * self._cached:
+        if self._cached - width <= self._max_hole_share * self._cached:
             return
         # A stable sort moves holes to the left and keeps the order of the rest.
         order = self._mask.argsort(dim=-1, stable=True)[:, -width:]
         assert self._rollback is not None
         for layer in self._rollback.cache.layers:
             for name in ("keys", "values"):
-                states = getattr(layer, name)
+                if (states := getattr(layer, name)) is None:
+                    continue  # a layer that shares another's keys
                 index = order.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
                 setattr(layer, name, states.gather(2, index))
         self._mask = self._mask.gather(1, order)
         self._cached = width
+
+
+def _any(flags: Any) -> bool:
+    return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
 __all__ = ["TargetSession"]

@@ -42,13 +42,19 @@ _KNOWN = (
 _WAY_OUT = (
     "Use the default cache (leave `cache_implementation` and the cache argument out), or decode without a drafter."
 )
+QUANTISED = (
+    "A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. "
+    f"{_WAY_OUT}"
+)
 _OUTSIDE = (
     "keeps its decoding state outside transformers' cache classes, so rejected drafts cannot be rolled back. Decode it "
     "without a drafter."
 )
 
 
-def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_size: int) -> None:
+def check_cache(
+    target: PreTrainedModel, cache: Any, *, max_length: int, batch_size: int, is_callers: bool
+) -> None:
     """Refuse, before the prompt's pass, a cache that cannot be rolled back.
 
     Args:
@@ -56,6 +62,7 @@ def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_s
         cache: What `generate` prepared or the user passed.
         max_length: Most tokens the sequence can reach.
         batch_size: Rows.
+        is_callers: Whether the caller passed the cache, to go on with it later.
 
     Raises:
         ValueError: Names the cache, why it cannot be rolled back and what to use instead.
@@ -75,6 +82,11 @@ def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_s
             f"{describe(target)} has recurrent layers that start each pass over several tokens from an empty state, so "
             "drafts cannot be verified together. Decode it without a drafter."
         )
+    if batch_size > 1 and is_callers:
+        raise ValueError(
+            f"A batch of {batch_size} rows with a drafter leaves holes and finished rows behind, so a cache of your own "
+            "would not be usable afterwards. Leave the cache argument out, or generate row by row."
+        )
     kinds = {type(layer) for layer in layers}
     if batch_size > 1 and not kinds <= set(_FULL):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -86,10 +98,7 @@ def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_s
 
 def _check_layers(cache: Cache, layers: list[Any], *, max_length: int) -> None:
     if isinstance(cache, QuantizedCache) or any("Quantized" in type(layer).__name__ for layer in layers):
-        raise ValueError(
-            "A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. "
-            f"{_WAY_OUT}"
-        )
+        raise ValueError(QUANTISED)
     for layer in layers:
         if type(layer) not in _KNOWN:
             raise ValueError(f"Cache layers of type {type(layer).__name__} cannot be rolled back. {_WAY_OUT}")
@@ -185,4 +194,4 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-__all__ = ["CacheRollback", "check_cache"]
+__all__ = ["QUANTISED", "CacheRollback", "check_cache"]

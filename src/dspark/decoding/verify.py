@@ -77,12 +77,14 @@ def _verify_slot_by_slot(
     row = run.rows[b]
     start = run.text.lengths[row]
     processed: list[torch.Tensor] = []
+    raw: list[torch.Tensor] = []  # as plain decoding keeps them: handed to the processors, which may write in place
     emitted: list[int] = []
     accepted = 0
     stopped = False
     earlier = run.recorder.scores
     for k in range(len(drafts) + 1):
-        scores = run.processors.process_target(run.text.prefix(row, start + k), logits[k : k + 1].clone())
+        raw.append(logits[k : k + 1].clone())
+        scores = run.processors.process_target(row, run.text.prefix(row, start + k), raw[-1])
         processed.append(scores)
         is_accepted, token = _decide(run, proposal, drafts, b, k, scores)
         accepted += is_accepted
@@ -94,7 +96,7 @@ def _verify_slot_by_slot(
             break
     verdict = RowVerdict(emitted, accepted, stopped)
     if run.recorder.wants_scores:
-        verdict.scores, verdict.logits = torch.cat(processed), logits[: len(processed)]
+        verdict.scores, verdict.logits = torch.cat(processed), torch.cat(raw)
     return verdict
 
 

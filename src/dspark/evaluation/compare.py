@@ -1,6 +1,6 @@
 """Plain against speculative decoding, side by side in one run: same model, same prompts, interleaved.
 
-A speed-up is a ratio of two times taken next to each other; the ids are compared first, since a figure from a run whose
+A speed-up is a ratio of two times taken next to each other. The ids are compared first: a figure from a run whose
 outputs differ says nothing.
 """
 
@@ -102,7 +102,14 @@ def plain_seconds(target: PreTrainedModel, prompts: Iterable[torch.Tensor], **ge
 
 
 def compare(
-    target: PreTrainedModel, drafter: DSparkDrafter, name: str, input_ids: torch.Tensor, **generate: Any
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    name: str,
+    input_ids: torch.Tensor,
+    *,
+    threshold: float = 0.0,
+    streamer: Any = None,
+    **generate: Any,
 ) -> Comparison:
     """One prompt, plain first, then with the drafter.
 
@@ -111,11 +118,20 @@ def compare(
         drafter: Its drafter.
         name: Prompt set the prompt is from.
         input_ids: int64 `[1, P]`.
+        threshold: `assistant_confidence_threshold` of the drafter's run.
+        streamer: Streams the drafter's run.
         **generate: Arguments of both `generate` calls; greedy unless they say otherwise.
     """
     plain, plain_time = timed(lambda: target.generate(input_ids, **generate))
     start = time.perf_counter()
-    output = target.generate(input_ids, assistant_model=drafter, **{**generate, "return_dict_in_generate": True})
+    output = target.generate(
+        input_ids,
+        assistant_model=drafter,
+        assistant_confidence_threshold=threshold,
+        streamer=streamer,
+        return_dict_in_generate=True,
+        **generate,
+    )
     speculative_time = time.perf_counter() - start
     ours, theirs = output.sequences[0].tolist(), plain[0].tolist()
     prompt = input_ids.shape[1]

@@ -50,7 +50,9 @@ def chat_ids(tokenizer: Any, prompt: str) -> Any:
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt").input_ids
     message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True).input_ids
+    return tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
 
 
 __all__ = ["SETS", "chat_ids", "read_prompts", "sample_prompts"]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..cpu import optimize_for_cpu
 from ..modeling_dspark import DSparkDrafter
+from ..target import text_config
 from .builder import new_drafter
 from .data import AnswerDataset, read_answers
 from .features import vocabulary_rows
@@ -81,7 +82,7 @@ def prepare(
     if isinstance(data, FeatureDataset):
         data.read_layers(drafter.config.target_layer_ids)
     trainer = DSparkTrainer(drafter, target=target, args=request.config, train_dataset=data)
-    _say(console, request, data, drafter)
+    _say(console, data, drafter)
     return PreparedRun(trainer, data, checkpoint, request)
 
 
@@ -124,14 +125,11 @@ def execute(run: PreparedRun) -> dict[str, Any]:
 
 
 def _read(request: TrainRequest, target: PreTrainedModel) -> AnswerDataset | FeatureDataset:
-    config = request.config
-    longest = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and config.max_length > longest:
-        config.max_length = longest
     if request.data:
+        longest = getattr(text_config(target), "max_position_embeddings", None) or request.config.max_length
         return read_answers(
             request.data,
-            max_length=config.max_length,
+            max_length=min(request.config.max_length, longest),
             vocab_size=vocabulary_rows(target),
             too_long=request.too_long,
         )
@@ -173,27 +171,31 @@ def _packed(request: TrainRequest, target: PreTrainedModel, *, is_online: bool =
 
 def _say_mask(console: Console, data: AnswerDataset | FeatureDataset, drafter: DSparkDrafter) -> None:
     config = drafter.config
-    console.print(f"mask token {config.mask_token_id}: {(config.target or {}).get('mask_token', 'of the drafter')}")
+    _print(console, f"mask token {config.mask_token_id}: {(config.target or {}).get('mask_token', 'of the drafter')}")
     if seen := int(data.answer_token_counts(config.vocab_size)[config.mask_token_id]):
-        console.print(f"warning: the answers hold the mask token {seen} times; drafts are better with one they lack")
+        _print(console, f"warning: the answers hold the mask token {seen} times; drafts are better with one they lack")
 
 
-def _say(
-    console: Console, request: TrainRequest, data: AnswerDataset | FeatureDataset, drafter: DSparkDrafter
-) -> None:
+def _say(console: Console, data: AnswerDataset | FeatureDataset, drafter: DSparkDrafter) -> None:
     counts, config = data.counts, drafter.config
     left_out = counts.dropped_long + counts.dropped_short
-    console.print(
+    _print(
+        console,
         f"{counts.used:,} sequences, {counts.tokens:,} tokens, {counts.supervised_tokens:,} of them answers "
-        f"({counts.truncated} cut at {request.config.max_length}, {left_out} left out)"
+        f"({counts.truncated} cut for their length, {left_out} left out)",
     )
     size = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    console.print(
+    _print(
+        console,
         f"drafter: {config.num_hidden_layers} {config.family} layers, block {config.block_size}, head "
         f"{config.markov_head_type} rank {config.markov_rank}, taps {config.target_layer_ids}, {config.num_logits:,} "
-        f"logits, {size / 1e6:.1f} M parameters ({trained / 1e6:.1f} M trained)"
+        f"logits, {size / 1e6:.1f} M parameters ({trained / 1e6:.1f} M trained)",
     )
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 __all__ = ["PreparedRun", "execute", "prepare"]

@@ -1,0 +1,235 @@
+"""The rules of `DSparkConfig`: what each field may hold and which fields go together, one function per topic.
+
+Every message has the field, the value found, the rule and the way out. Nothing is corrected here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "block_size",
+)  # fmt: skip
+_OPTIONAL_COUNTS = {
+    "draft_vocab_size": "the whole vocabulary",
+    "target_hidden_size": "the drafter's `hidden_size`",
+}
+_FLAGS = (
+    "attention_bias", "attention_k_eq_v", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
+    "confidence_head_bias", "share_embedding", "share_lm_head",
+)  # fmt: skip
+_POSITIVE = ("rms_norm_eps", "embed_scale", "final_logit_softcapping")
+# What each rotary type cannot do without; `rope_theta` comes on top everywhere.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+# Keys that transformers, its Trainer or the Hub put into any config beside the fields of its base class.
+_COMMON_KEYS = {
+    "model_type", "torch_dtype", "name_or_path", "attn_implementation", "experts_implementation", "output_attentions",
+    "num_labels", "auto_map", "quantization_config", "per_layer_config", "tie_word_embeddings", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id", *(field.name for field in fields(PreTrainedConfig)),
+}  # fmt: skip
+
+
+def unknown_keys(keys: Any, known: Any) -> list[str]:
+    """Keys that are neither in `known` nor transformers' own (private names are its own), sorted."""
+    return sorted(key for key in set(keys) - _COMMON_KEYS - set(known) if not key.startswith("_"))
+
+
+def check_config(config: Any) -> None:
+    """Hold a config to all rules.
+
+    Raises:
+        ValueError: A rule is broken.
+    """
+    _check_types(config)
+    _check_attention(config)
+    _check_rope(config.rope_parameters)
+    _check_block(config)
+    _check_target_layers(config)
+    _check_heads(config)
+    _check_sharing(config)
+
+
+def check_choice(config: Any, field: str, allowed: tuple[str, ...]) -> None:
+    """Hold a field to a list of names."""
+    value = getattr(config, field)
+    if value not in allowed:
+        raise ValueError(f"`{field}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_types(config: Any) -> None:
+    for field in _COUNTS:
+        value = getattr(config, field)
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"`{field}` must be an integer of at least 1, got {value!r}.")
+    for field, default in _OPTIONAL_COUNTS.items():
+        value = getattr(config, field)
+        if value is not None and (not _is_int(value) or value < 1):
+            raise ValueError(f"`{field}` must be an integer of at least 1, or None for {default}, got {value!r}.")
+    for field in _FLAGS:
+        value = getattr(config, field)
+        if not isinstance(value, bool):
+            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
+    for field in _POSITIVE:
+        value = getattr(config, field)
+        if field == "final_logit_softcapping" and value is None:
+            continue
+        if not _is_number(value) or value <= 0:
+            raise ValueError(f"`{field}` must be a positive number, got {value!r}.")
+    if not _is_number(config.initializer_range) or config.initializer_range < 0:
+        raise ValueError(f"`initializer_range` must be a number of at least 0, got {config.initializer_range!r}.")
+    if config.target is not None and not isinstance(config.target, dict):
+        raise ValueError(f"`target` must be a dict of notes on the target, or None, got {config.target!r}.")
+
+
+def _check_attention(config: Any) -> None:
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"`num_attention_heads` ({config.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+            f"({config.num_key_value_heads}): every key/value head serves the same number of query heads."
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"`head_dim` must be even, as rotary positions turn its halves together, got {config.head_dim}.")
+    if config.attention_k_eq_v and config.family != "gemma4":
+        raise ValueError(f"`attention_k_eq_v` belongs to the family 'gemma4', got family {config.family!r}.")
+    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout < 1:
+        raise ValueError(f"`attention_dropout` must be a number in [0, 1), got {config.attention_dropout!r}.")
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
+        raise ValueError(
+            f"`hidden_act` must be an activation transformers knows, e.g. 'silu' or 'gelu_pytorch_tanh', got "
+            f"{config.hidden_act!r}."
+        )
+
+
+def _check_rope(rope: Any) -> None:
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(
+            f"`rope_parameters` must be one flat dict, e.g. {{'rope_type': 'default', 'rope_theta': 1e6}}, got {rope!r}. "
+            "Of a target's dict per layer type take the entry 'full_attention'."
+        )
+    if not _is_number(rope.get("rope_theta")) or rope["rope_theta"] <= 0:
+        raise ValueError(
+            f"`rope_parameters` must name a positive `rope_theta`, got {rope!r}. A default would only be noticed at "
+            "long context: give the value the drafter was trained with."
+        )
+    kind = rope.get("rope_type", "default")
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if kind not in known:
+        raise ValueError(f"`rope_parameters['rope_type']` must be one of {', '.join(known)}, got {kind!r}.")
+    missing = [key for key in _ROPE_NEEDS.get(kind, ()) if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"`rope_parameters` of type {kind!r} must have {', '.join(missing)}, got {rope!r}.")
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if kind != "proportional" and partial != 1:
+        raise ValueError(
+            f"`rope_parameters['partial_rotary_factor']` is {partial!r}, but draft layers rotate whole heads (only the "
+            "type 'proportional' takes a part). Leave it out."
+        )
+
+
+def _check_block(config: Any) -> None:
+    if config.block_size < 2 and not config.sample_from_anchor:
+        raise ValueError(
+            f"`block_size` must be at least 2 with `sample_from_anchor=False`, got {config.block_size}. It counts the "
+            "anchor and the masks, and the anchor slot then predicts nothing."
+        )
+    if config.mask_token_id is None:
+        raise ValueError(
+            "`mask_token_id` is missing. Set it to the id the drafter was trained with (DeepSpec: 151669 for "
+            "Qwen3, 4 for Gemma 4); a padding or EOS id in its place lowers acceptance without an error."
+        )
+    if not _is_int(config.mask_token_id) or not 0 <= config.mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"`mask_token_id` must be an id of the target's vocabulary, 0..{config.vocab_size - 1}, got "
+            f"{config.mask_token_id!r}. Set it to the id the drafter was trained with."
+        )
+    if config.draft_vocab_size is not None and config.draft_vocab_size > config.vocab_size:
+        raise ValueError(
+            f"`draft_vocab_size` must lie in 1..vocab_size ({config.vocab_size}), got {config.draft_vocab_size}. "
+            "Leave it None for the whole vocabulary."
+        )
+
+
+def _check_target_layers(config: Any) -> None:
+    ids, count = config.target_layer_ids, config.num_target_layers
+    if not ids:
+        raise ValueError(
+            "`target_layer_ids` is missing. Name the decoder layers of the target whose outputs the drafter reads, "
+            "e.g. [1, 9, 17, 25, 33] for Qwen3-4B."
+        )
+    if not _is_int(count) or count < 1:
+        raise ValueError(f"`num_target_layers` must be the target's number of decoder layers, got {count!r}.")
+    if not isinstance(ids, list) or not all(map(_is_int, ids)):
+        raise ValueError(f"`target_layer_ids` must be a list of integers, got {ids!r}.")
+    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+        raise ValueError(f"`target_layer_ids` must be strictly increasing, got {ids}.")
+    if ids[0] < -1 or ids[-1] >= count - 1:
+        raise ValueError(
+            f"`target_layer_ids` must lie in -1..{count - 2} for a target of {count} layers, got {ids}. -1 is the "
+            "embedding output; the last layer is refused, as transformers returns it after the final norm."
+        )
+
+
+def _check_heads(config: Any) -> None:
+    rank, kind = config.markov_rank, config.markov_head_type
+    if not _is_int(rank) or rank < 0 or (rank > 0) != (kind != "none"):
+        raise ValueError(
+            f"`markov_rank` ({rank!r}) and `markov_head_type` ({kind!r}) disagree: rank 0 goes with 'none', a positive "
+            "integer with 'vanilla', 'gated' or 'rnn'."
+        )
+    if config.confidence_head_with_markov and not (config.enable_confidence_head and rank):
+        raise ValueError(
+            "`confidence_head_with_markov=True` needs both `enable_confidence_head=True` and a sequential head "
+            f"(`markov_rank` > 0), got {config.enable_confidence_head} and {rank}."
+        )
+    temperatures = config.confidence_temperatures
+    if temperatures is None:
+        return
+    is_list = isinstance(temperatures, list) and len(temperatures) == config.num_draft_tokens
+    if not is_list or not all(_is_number(t) and t > 0 for t in temperatures):
+        raise ValueError(
+            f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft position, or "
+            f"None, got {temperatures!r}."
+        )
+    if not config.enable_confidence_head:
+        raise ValueError(
+            f"`confidence_temperatures` is {temperatures}, but there is no confidence head to divide "
+            "(`enable_confidence_head=False`). Leave it None."
+        )
+
+
+def _check_sharing(config: Any) -> None:
+    width = config.target_hidden_size or config.hidden_size
+    if width != config.hidden_size and (config.share_embedding or config.share_lm_head):
+        raise ValueError(
+            f"`target_hidden_size` ({width}) differs from `hidden_size` ({config.hidden_size}), so neither embedding "
+            "nor LM head can be borrowed: set `share_embedding=False` and `share_lm_head=False`."
+        )
+    if config.draft_vocab_size is not None and config.share_lm_head:
+        raise ValueError(
+            f"`share_lm_head=True` with `draft_vocab_size` {config.draft_vocab_size}: the target's head has all of V's "
+            "rows. Store the reduced head with the drafter (`share_lm_head=False`)."
+        )
+
+
+__all__ = ["check_choice", "check_config", "unknown_keys"]

@@ -1,0 +1,152 @@
+"""`PackedWeight` and `PackedLinear`: a linear layer whose weight lies in oneDNN's blocked order (see `cpu.py`).
+
+The layer keeps its identity and its `weight` attribute: shape, dtype and device as before, reading gives the plain
+numbers, `F.linear` runs on the blocks, and whatever would write to, move or copy them is refused with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+_REFUSED = "{} a packed weight is refused: {}. Undo the packing first (`handle.restore()`)."
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_NEEDS_STORAGE = {"share_memory_", "pin_memory", "data_ptr", "storage", "untyped_storage", "_typed_storage"}
+
+
+class PackedWeight(torch.Tensor):
+    """A linear layer's weight `[N, K]` in oneDNN's blocked order, standing where the plain parameter stood.
+
+    Attributes:
+        blocks: The oneDNN tensor, in the dtype the product is computed in.
+        original: The parameter it stands for: emptied (the object lives on, so that an optimizer finds it again), or
+            whole where `is_tied`.
+        is_tied: Whether an embedding or another module needs the plain rows, so that the blocks are a second copy.
+    """
+
+    blocks: torch.Tensor
+    original: nn.Parameter
+    is_tied: bool
+
+    @staticmethod
+    def wrap(shape: torch.Size, blocks: torch.Tensor, original: nn.Parameter, *, is_tied: bool) -> PackedWeight:
+        """A packed weight of this plain shape; without gradient and not yet a parameter."""
+        weight = torch.Tensor._make_wrapper_subclass(PackedWeight, shape, dtype=original.dtype, device=original.device)
+        weight.blocks, weight.original, weight.is_tied = blocks, original, is_tied
+        return weight
+
+    def dense(self) -> torch.Tensor:
+        """The plain weight `[N, K]`, bit for bit: the tied rows themselves, else a fresh copy."""
+        return self.original.detach() if self.is_tied else self.blocks.to_dense().to(self.original.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and isinstance(args[1], PackedWeight):
+            return packed_linear(*args, **kwargs or {})
+        if func is torch.Tensor.__setitem__ or (func == _SET_DATA and args[0] is not args[1]):
+            raise RuntimeError(_REFUSED.format("Writing to", "the blocks would not follow"))
+        if getattr(func, "__name__", None) in _NEEDS_STORAGE:
+            raise RuntimeError(_REFUSED.format("Using the memory of", "it holds blocks, not rows"))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            old = args[0]
+            return cls.wrap(old.shape, old.blocks, old.original, is_tied=old.is_tied)
+        if func is torch.ops.aten._to_copy.default:
+            raise RuntimeError(_REFUSED.format("Moving or casting", "its blocks fit this CPU and their dtype"))
+        if func._schema.is_mutable:
+            raise RuntimeError(_REFUSED.format("Writing to", f"{func} would not reach the blocks"))
+        args, kwargs = tree_map_only(PackedWeight, PackedWeight.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_REFUSED.format("Copying", "the copy could not be restored"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            _REFUSED.format("Pickling", "its blocks fit this CPU; `state_dict()` has the plain weights")
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, is_tied={self.is_tied})"
+
+
+class PackedLinear(nn.Linear):
+    """What an `nn.Linear` turns into while its weight is packed: the same object, with a short way to the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x W^T + b` for `x [..., K]` in the layer's dtype; see [`packed_linear`]."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("A packed model cannot be compiled: compile the plain model, or run the packed one.")
+        weight = self._parameters["weight"]
+        if isinstance(weight, PackedWeight):
+            return packed_linear(x, weight, self._parameters["bias"])
+        return F.linear(x, self.weight, self.bias)  # somebody put another weight there, by tying for instance
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination[f"{prefix}weight"]
+        if isinstance(weight, PackedWeight):
+            destination[f"{prefix}weight"] = weight.dense()
+
+
+def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + b` on the blocks.
+
+    Args:
+        x: `[..., K]` in the weight's plain dtype. Gradients reach it through a frozen weight.
+        weight: `[N, K]`; if it requires a gradient, the backward pass is an error.
+        bias: `[N]`.
+
+    Raises:
+        RuntimeError: `x` has another dtype or width.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _WithInputGradient.apply(x, weight, bias)
+    return _product(x, weight, bias)
+
+
+def _product(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    blocks, dtype = weight.blocks, weight.original.dtype
+    if x.dtype != dtype or x.shape[-1] != blocks.shape[1]:
+        raise RuntimeError(
+            f"A packed linear layer takes {dtype} inputs [..., {blocks.shape[1]}], got {x.dtype} {list(x.shape)}. "
+            "Under autocast, use the model unpacked, or pack one that was loaded in the dtype you want."
+        )
+    if blocks.dtype == dtype:
+        return torch.ops.mkldnn._linear_pointwise.default(x, blocks, bias, "none", [], "")
+    wide_bias = None if bias is None else bias.to(blocks.dtype)
+    return torch.ops.mkldnn._linear_pointwise.default(x.to(blocks.dtype), blocks, wide_bias, "none", [], "").to(dtype)
+
+
+class _WithInputGradient(torch.autograd.Function):
+    """Gradients pass through a frozen packed layer to its input (and bias); asking for the weight's is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        if needs_weight:
+            raise RuntimeError(
+                "The backward pass reached a packed linear layer whose weight requires a gradient; packed layers are "
+                "for inference. Undo the packing before training (`handle.restore()`), or freeze the model it belongs "
+                "to (`model.requires_grad_(False)`): gradients then pass through the layer to its input."
+            )
+        grad_x = grad @ ctx.weight.dense() if needs_x else None
+        return grad_x, None, grad.flatten(0, -2).sum(0) if needs_bias else None
+
+
+__all__ = ["PackedLinear", "PackedWeight", "packed_linear"]

@@ -1,0 +1,116 @@
+"""The command line on a tiny pair: outputs, JSON, exit codes, and help that names every option."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dspark import DSparkDrafter
+from dspark.cli import app
+from tests.scripted import drafter_config
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a tiny Llama with a byte-level tokenizer and a drafter that fits it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("pair")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<eos>", *alphabet])}, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, eos_token_id=0, bos_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+    drafter = DSparkDrafter(drafter_config(target))
+    for model, name in ((target, "target"), (drafter, "drafter")):
+        model.save_pretrained(root / name)
+    tokenizer.save_pretrained(root / "target")
+    return {"target": str(root / "target"), "drafter": str(root / "drafter")}
+
+
+def test_generate_streams_and_reports(pair: dict[str, str]) -> None:
+    args = ["generate", "hello", "--target", pair["target"], "--drafter", pair["drafter"], "--max-new-tokens", "12"]
+    result = runner.invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert "accepted length" in result.output
+
+
+def test_generate_json_equals_plain_text(pair: dict[str, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    args = ["generate", "hello", "--target", pair["target"], "--drafter", pair["drafter"], "--max-new-tokens", "12",
+            "--json", "--no-pack"]  # fmt: skip
+    result = runner.invoke(app, args)
+    value = json.loads(result.stdout)
+    model = AutoModelForCausalLM.from_pretrained(pair["target"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(pair["target"])
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    plain = model.generate(ids, do_sample=False, max_new_tokens=12)
+    assert value["text"] == tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    assert value["speculative_decoding"]["num_new_tokens"] == plain.shape[1] - ids.shape[1]
+
+
+def demo_args(pair: dict[str, str]) -> list[str]:
+    models = ["--target", pair["target"], "--drafter", pair["drafter"]]
+    return ["demo", *models, "--prompts", "1", "--max-new-tokens", "6", "--threads", "1"]
+
+
+def test_demo_json_compares_every_set(pair: dict[str, str]) -> None:
+    result = runner.invoke(app, [*demo_args(pair), "--json"])
+    assert result.exit_code == 0, result.output
+    sets = json.loads(result.stdout)["sets"]
+    assert [s["name"] for s in sets] == ["gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "arena-hard-v2"]
+    assert all(s["equal"] == s["prompts"] == 1 for s in sets)
+
+
+def test_demo_streams_and_prints_tables(pair: dict[str, str]) -> None:
+    result = runner.invoke(app, demo_args(pair))
+    assert result.exit_code == 0, result.output
+    for text in ("equal to plain generate", "Where a round's time goes", "gsm8k"):
+        assert text in result.output
+
+
+def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
+    facts = json.loads(runner.invoke(app, ["inspect", pair["drafter"], "--json"]).stdout)
+    assert facts["block_size"] == 7
+    assert facts["borrows_from_target"] == ["embedding", "LM head"]
+    assert facts["tensors"] > 10
+    assert "block_size" in runner.invoke(app, ["inspect", pair["drafter"]]).output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["inspect", "{target}"], "not a DSpark drafter"),
+        (["inspect", "no/such/folder/here"], "error"),
+        (["generate", "x", "--target", "{target}", "--drafter", "{target}"], "not a DSpark drafter"),
+        (["generate", "x", "--target", "{target}", "--drafter", "{drafter}", "--dtype", "int4"], "--dtype"),
+    ],
+)
+def test_bad_input_exits_with_2_and_says_why(pair: dict[str, str], args: list[str], words: str) -> None:
+    result = runner.invoke(app, [a.format(**pair) for a in args])
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect", "data", "train"])
+def test_help_describes_every_option(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    options = set(re.findall(r"--[a-z][a-z-]+", plain))
+    assert "--help" in options
+    assert len(plain.split()) > 40

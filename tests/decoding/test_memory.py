@@ -1,0 +1,90 @@
+"""Memory above the target alone: the drafter's weights, its context keys and values, the captured rows; nothing twice.
+
+Catches: a second copy of embedding or head, hidden states of every layer kept, whole prompts' hidden states kept
+after they were projected, block keys that pile up.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dspark import DSparkDrafter
+from tests.scripted import drafter_config
+
+VOCAB, WIDTH, PROMPT = 20_000, 64, 600
+
+
+def tensor_bytes() -> int:
+    """Bytes of all distinct storages alive."""
+    gc.collect()
+    sizes = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_nothing_of_the_target_is_copied(target: LlamaForCausalLM) -> None:
+    before = tensor_bytes()
+    drafter = DSparkDrafter(drafter_config(target)).eval()
+    weights = sum(t.nbytes for t in [*drafter.parameters(), *drafter.buffers()])
+    assert weights < VOCAB * WIDTH * 4  # smaller than one embedding: neither embedding nor head is in it
+    drafter.share_with(target)
+    assert tensor_bytes() - before <= weights + 4096
+    assert drafter._shared.embedding.weight is target.get_input_embeddings().weight
+    assert drafter._shared.lm_head.weight is target.get_output_embeddings().weight
+
+
+def test_peak_inside_a_round_is_weights_context_and_captured_rows(target: LlamaForCausalLM) -> None:
+    drafter = DSparkDrafter(drafter_config(target, target_layer_ids=[1, 5])).eval()
+    config = drafter.config
+    ids = torch.randint(VOCAB, (1, PROMPT))
+    peaks: list[int] = []
+
+    def measure(kwargs: dict) -> None:
+        # At the start of each verification pass, when a round holds the most.
+        def hook(module, args, call) -> None:
+            if call["input_ids"] is not None and call["input_ids"].shape[1] < PROMPT:
+                peaks.append(tensor_bytes())
+
+        handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            target.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None, **kwargs)
+        finally:
+            handle.remove()
+
+    measure({})
+    plain = max(peaks)
+    peaks.clear()
+    measure({"assistant_model": drafter})
+    slots = PROMPT + 12 + 256  # context slots and the growth the cache reserves
+    context = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * 4
+    captured = (config.block_size + 1) * config.context_width * 4
+    logits = 3 * config.block_size * VOCAB * 4  # base logits and the corrected ones of the walk
+    target_kv = 2 * 12 * 2 * 16 * config.block_size * 4
+    assert max(peaks) - plain <= 1.05 * (context + captured + logits + target_kv) + 65536
+
+
+def test_last_call_leaves_only_statistics(target: LlamaForCausalLM) -> None:
+    drafter = DSparkDrafter(drafter_config(target)).eval()
+    ids = torch.randint(VOCAB, (1, 50))
+    target.generate(ids, do_sample=False, max_new_tokens=4, assistant_model=drafter)
+    before = tensor_bytes()
+    for _ in range(3):
+        target.generate(ids, do_sample=False, max_new_tokens=40, assistant_model=drafter)
+    assert tensor_bytes() - before <= 65536
