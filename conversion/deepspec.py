@@ -10,6 +10,9 @@ from typing import Any
 
 from dspark.configuration_dspark import DSparkConfig
 
+# Rotary keys a config inherits from the target's, which the reference's Qwen3 drafter does not read.
+_TARGETS_ROPE = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
+
 ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
 
 _REQUIRED = (
@@ -77,7 +80,10 @@ def read_config(config: dict[str, Any], *, source: str) -> DSparkConfig:
         "dtype": config.get("dtype") or config.get("torch_dtype"),
     }
     special = _gemma4_fields(config, source) if family == "gemma4" else _qwen3_fields(config, source)
-    return DSparkConfig(**common, **special)
+    try:
+        return DSparkConfig(**common, **special)
+    except ValueError as error:
+        raise ValueError(f"The config.json of {source} (a DeepSpec drafter's) is not valid. {error}") from error
 
 
 def _qwen3_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -113,21 +119,23 @@ def _gemma4_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Rotary parameters of the transformers 4 keys (`rope_theta`, `rope_scaling`) or the 5 key (`rope_parameters`)."""
-    nested = dict(config.get("rope_parameters") or {})
-    scaling = dict(config.get("rope_scaling") or {})
-    flat_theta, theta = config.get("rope_theta"), nested.get("rope_theta")
-    if flat_theta is not None and theta is not None and flat_theta != theta:
-        raise ValueError(
-            f"{source}: `rope_theta` ({flat_theta}) and `rope_parameters['rope_theta']` ({theta}) disagree. Only one "
-            "can be what the drafter was trained with: correct the config."
-        )
-    theta = theta if theta is not None else flat_theta
-    if theta is None:
+    merged: dict[str, Any] = {}
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        part = _set_keys({name: config.get(name)} if name == "rope_theta" else config.get(name))
+        if any(merged.get(key, value) != value for key, value in part.items()):
+            raise ValueError(
+                f"{source}: `{name}` gives {part}, other keys of the config {merged}: they disagree. Only one can be "
+                "what the drafter was trained with: correct the config."
+            )
+        merged |= part
+    if "rope_theta" not in merged:
         raise ValueError(
             f"{source}: no `rope_theta`, neither flat nor under `rope_parameters`. A default would only be noticed at "
             "long context: add the value the drafter was trained with."
         )
-    merged = {**scaling, **nested, "rope_theta": theta}
-    merged["rope_type"] = merged.get("rope_type") or merged.pop("type", None) or "default"
-    merged.pop("type", None)
-    return merged
+    return {"rope_type": "default", **{key: value for key, value in merged.items() if key not in _TARGETS_ROPE}}
+
+
+def _set_keys(part: dict[str, Any] | None) -> dict[str, Any]:
+    """Set keys only, `type` (transformers 4) under its later name."""
+    return {"rope_type" if key == "type" else key: value for key, value in (part or {}).items() if value is not None}

@@ -1,8 +1,8 @@
-"""Tiny random targets of every supported family, and the table of what a drafter does for each.
+"""Tiny random targets of every family we know, and the table of what a drafter does for each.
 
-`SUPPORT` is the single source: the tests of `decoding/test_targets.py` are generated from it, cell by cell, and
-`python -m tests.zoo` prints it as the Markdown table of the README. Weights are scaled up so that texts are varied: a
-model that repeats one token agrees with anything.
+`SUPPORT` is the single source: `decoding/test_targets.py` has one test per cell, and `python -m tests.zoo` prints the
+table as Markdown for the README. Weights are scaled up so that texts are varied: a model that repeats one token agrees
+with any mistake.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 VOCAB = 96
 WINDOW = 8  # of every sliding-window layer: far shorter than the texts
+IMAGE, IMAGE_START, IMAGE_END = VOCAB - 5, VOCAB - 4, VOCAB - 3
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -32,18 +32,6 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_HYBRID = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-_LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-_DELTA = {
-    "layer_types": _LINEAR,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "head_dim": 16,
-}
 
 
 @dataclass(frozen=True)
@@ -51,75 +39,281 @@ class Target:
     """How to build one tiny target.
 
     Attributes:
-        model: Class in `transformers`.
-        config: Its config class.
-        fields: Differences to the common sizes.
-        scale: Factor on all matrices.
-        attention: Attention implementations it has.
-        nested: Names of sub-configs that take the sizes instead of the top (multimodal models).
-        since: First transformers that has it.
-        image_inputs: Makes the image part of a prompt (see `prompt_inputs`), for models that look at one.
+        model: Class in `transformers`; its config is the class's own.
+        fields: Differences to the common sizes of the text decoder.
+        nested: Config fields beside `text_config` of a multimodal model; None for a text model.
+        images: Turns random ids into a prompt with an image, for models that look at one.
+        attention: Attention implementations, the one most tests use first.
+        scale, embedding_scale, seed: Factors on matrices and embeddings, and where weights start.
     """
 
     model: str
-    config: str
     fields: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, Any] | None = None
+    images: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+    attention: tuple[str, ...] = ("sdpa", "eager")
     scale: float = 20.0
-    attention: tuple[str, ...] = ("eager", "sdpa")
-    text_config: str | None = None
-    top: dict[str, Any] = field(default_factory=dict)
-    since: str = "5.15"
+    embedding_scale: float = 3.0
+    seed: int = 0
 
     @property
     def absent(self) -> str | None:
         """Why this transformers cannot build it, or None."""
         if hasattr(transformers, self.model):
             return None
-        return f"{self.model} is not in transformers {transformers.__version__}"
+        return f"transformers {transformers.__version__} has no {self.model}"
+
+
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SLIDING = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA_2 = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_GEMMA = {**_SLIDING, "query_pre_attn_scalar": 8}
+_GEMMA_4 = {
+    **_SLIDING,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+_GEMMA_4_SHARED = {
+    **_SLIDING,
+    "num_hidden_layers": 6,
+    "layer_types": [*_SLIDING["layer_types"], "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 2,
+}
+_MROPE = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_QWEN_VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "window_size": 16, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+_PATCH_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4, "projection_dim": 16,
+}  # fmt: skip
+
+
+def _with_image(ids: torch.Tensor, num_tokens: int = 4) -> torch.Tensor:
+    ids = ids.clone()
+    ids[:, 1] = IMAGE_START
+    ids[:, 2 : 2 + num_tokens] = IMAGE
+    ids[:, 2 + num_tokens] = IMAGE_END
+    return ids
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _qwen_image(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = _with_image(ids)
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": _noise(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+def _llava_image(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": _with_image(ids), "pixel_values": _noise(1, 3, 8, 8)}
+
+
+def _gemma_image(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = _with_image(ids)
+    return {"input_ids": ids, "token_type_ids": (ids == IMAGE).long(), "pixel_values": _noise(1, 3, 8, 8)}
+
+
+_QWEN_IDS = {
+    "image_token_id": IMAGE, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
+    "video_token_id": VOCAB - 2,
+}  # fmt: skip
 
 TARGETS: dict[str, Target] = {
-    "Llama": Target("LlamaForCausalLM", "LlamaConfig", {"head_dim": 8}),
-    "Qwen2": Target("Qwen2ForCausalLM", "Qwen2Config"),
-    "Qwen3": Target("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
-    "Mistral": Target("MistralForCausalLM", "MistralConfig", {"head_dim": 8, "sliding_window": WINDOW}),
-    "Gemma 2": Target("Gemma2ForCausalLM", "Gemma2Config", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _HYBRID, "query_pre_attn_scalar": 8}),
-    "Gemma 3": Target("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _HYBRID, "query_pre_attn_scalar": 8}),
-    "Gemma 4": Target("Gemma4ForCausalLM", "Gemma4TextConfig", {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": WINDOW, "layer_types": _HYBRID, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0}),
-    "Gemma 4 shared": Target("Gemma4ForCausalLM", "Gemma4TextConfig", {"head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 6, "sliding_window": WINDOW, "layer_types": _HYBRID + _HYBRID[:2], "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}),
-    "Phi-3": Target("Phi3ForCausalLM", "Phi3Config"),
-    "Phi-4": Target("Phi3ForCausalLM", "Phi3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, "partial_rotary_factor": 0.75, "hidden_size": 64}),
-    "OLMo": Target("OlmoForCausalLM", "OlmoConfig"),
-    "OLMo 2": Target("Olmo2ForCausalLM", "Olmo2Config"),
-    "GPT-OSS": Target("GptOssForCausalLM", "GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": _HYBRID, **_MOE}, attention=("eager",)),
-    "Qwen3-MoE": Target("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"head_dim": 8, **_MOE}),
-    "Mixtral": Target("MixtralForCausalLM", "MixtralConfig", {"head_dim": 8, **_MOE, "sliding_window": None}),
-    "Qwen3-Next": Target("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}, scale=3.0),
-    "Qwen3.5": Target("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_DELTA}, scale=3.0),
-    "OLMo hybrid": Target("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_DELTA}, scale=3.0),
-    "LFM2": Target("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["conv", "full_attention"]*2}, scale=3.0),
-    "Falcon-H1": Target("FalconH1ForCausalLM", "FalconH1Config", {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}, scale=3.0),
-    "Jamba": Target("JambaForCausalLM", "JambaConfig", {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}, scale=3.0),
-    "Mamba": Target("MambaForCausalLM", "MambaConfig", {"state_size": 4, "time_step_rank": 4}, attention=("eager",), scale=3.0),
-    "Mamba 2": Target("Mamba2ForCausalLM", "Mamba2Config", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}, attention=("eager",), scale=3.0),
-    "RecurrentGemma": Target("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", {"attention_window_size": WINDOW, "lru_width": 32, "head_dim": 8}, attention=("eager",), scale=3.0),
-    "RWKV": Target("RwkvForCausalLM", "RwkvConfig", {"attention_hidden_size": 32}, attention=("eager",), scale=3.0),
-    "GPT-NeoX": Target("GPTNeoXForCausalLM", "GPTNeoXConfig"),
-    "GPT-2": Target("GPT2LMHeadModel", "GPT2Config", {"n_inner": 48}),
-    "Bloom": Target("BloomForCausalLM", "BloomConfig", attention=("eager",), scale=3.0),
-    "MPT": Target("MptForCausalLM", "MptConfig", attention=("eager",), scale=3.0),
-    "Falcon": Target("FalconForCausalLM", "FalconConfig", {"alibi": True}, scale=3.0),
+    "Llama": Target("LlamaForCausalLM", {"head_dim": 8}),
+    "Qwen2": Target("Qwen2ForCausalLM"),
+    "Qwen3": Target("Qwen3ForCausalLM", {"head_dim": 8}),
+    "Qwen3-MoE": Target("Qwen3MoeForCausalLM", {"head_dim": 8, **_MOE}),
+    "Mixtral": Target("MixtralForCausalLM", {"head_dim": 8, "sliding_window": None, **_MOE}),
+    "Phi-3": Target("Phi3ForCausalLM"),
+    "Phi-4 (partial rotary)": Target(
+        "Phi3ForCausalLM",
+        {
+            "num_attention_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "OLMo": Target("OlmoForCausalLM"),
+    "OLMo 2": Target("Olmo2ForCausalLM", scale=3.0, seed=4),
+    "GPT-NeoX": Target("GPTNeoXForCausalLM", embedding_scale=1.0, seed=4),
+    "GPT-2": Target("GPT2LMHeadModel", {"n_inner": 48}),
+    "Bloom (ALiBi)": Target("BloomForCausalLM", attention=("eager",), scale=8.0, embedding_scale=1.0, seed=4),
+    "MPT (ALiBi)": Target("MptForCausalLM", attention=("eager",), embedding_scale=1.0, seed=1),
+    "Falcon (ALiBi)": Target("FalconForCausalLM", {"alibi": True}, scale=3.0, seed=2),
+    "LLaVA": Target(
+        "LlavaForConditionalGeneration",
+        {"model_type": "llama"},
+        {"vision_config": {"model_type": "clip_vision_model", **_PATCH_VISION}, "image_token_id": IMAGE},
+        _llava_image,
+    ),
+    "Qwen2.5-VL": Target(
+        "Qwen2_5_VLForConditionalGeneration", _MROPE, {"vision_config": _QWEN_VISION, **_QWEN_IDS}, _qwen_image
+    ),
+    "Qwen3-VL": Target(
+        "Qwen3VLForConditionalGeneration", _MROPE, {"vision_config": _QWEN_VISION, **_QWEN_IDS}, _qwen_image
+    ),
+    "Mistral": Target("MistralForCausalLM", {"head_dim": 8, "sliding_window": WINDOW}),
+    "Gemma 2": Target("Gemma2ForCausalLM", _GEMMA, attention=("eager",)),
+    "Gemma 3": Target("Gemma3ForCausalLM", _GEMMA),
+    "Gemma 3 (images)": Target(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA,
+        {
+            "vision_config": {**_PATCH_VISION, "patch_size": 2},
+            "image_token_index": IMAGE,
+            "boi_token_index": IMAGE_START,
+            "eoi_token_index": IMAGE_END,
+            "mm_tokens_per_image": 4,
+        },
+        _gemma_image,
+    ),
+    "Gemma 4": Target("Gemma4ForCausalLM", _GEMMA_4),
+    "Gemma 4 (shared keys)": Target("Gemma4ForCausalLM", _GEMMA_4_SHARED),
+    "Gemma 4 (multimodal, text)": Target(
+        "Gemma4ForConditionalGeneration", _GEMMA_4_SHARED, {"vision_config": None, "audio_config": None}
+    ),
+    "GPT-OSS": Target("GptOssForCausalLM", {**_SLIDING, **_MOE}, attention=("eager",)),
+    "Qwen3-Next": Target(
+        "Qwen3NextForCausalLM", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}, scale=3.0
+    ),
+    "Qwen3.5": Target("Qwen3_5ForCausalLM", _DELTA, scale=3.0),
+    "OLMo hybrid": Target("OlmoHybridForCausalLM", _DELTA, embedding_scale=1.0),
+    "LFM2": Target("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 2}, scale=3.0),
+    "Falcon-H1": Target(
+        "FalconH1ForCausalLM", {"head_dim": 8, "mamba_d_ssm": 64, **_MAMBA_2}, embedding_scale=1.0, scale=8.0
+    ),
+    "Mamba 2": Target(
+        "Mamba2ForCausalLM",
+        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+        attention=("eager",),
+        scale=3.0,
+    ),
+    "Mamba": Target("MambaForCausalLM", {"state_size": 4, "time_step_rank": 4}, attention=("eager",), scale=3.0),
+    "Jamba": Target(
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+        },  # fmt: skip
+        scale=3.0,
+    ),
+    "RecurrentGemma": Target(
+        "RecurrentGemmaForCausalLM",
+        {"attention_window_size": WINDOW, "lru_width": 32, "head_dim": 8},
+        attention=("eager",),
+        scale=3.0,
+    ),
+    "RWKV": Target("RwkvForCausalLM", {"attention_hidden_size": 32}, attention=("eager",), scale=3.0),
 }
 
 
-@lru_cache
-def build(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
+def config_of(name: str, **changes: Any) -> Any:
+    """Config of a target, with fields of its text decoder changed."""
     spec = TARGETS[name]
-    config_class = getattr(transformers, spec.config)
-    config = config_class(**{**_SIZES, **spec.fields, **changes})
-    torch.manual_seed(0)
-    model = getattr(transformers, spec.model)._from_config(config, attn_implementation=attention).eval()
+    config_class = getattr(transformers, spec.model).config_class
+    fields = {**_SIZES, **spec.fields, **changes}
+    if spec.nested is None:
+        return config_class(**fields)
+    return config_class(text_config=fields, **spec.nested, tie_word_embeddings=False)
+
+
+def new_target(name: str, attention: str | None = None, **changes: Any) -> PreTrainedModel:
+    """A target of its own, for tests that change it."""
+    spec = TARGETS[name]
+    torch.manual_seed(spec.seed)
+    model = getattr(transformers, spec.model)._from_config(
+        config_of(name, **changes), attn_implementation=attention or spec.attention[0]
+    )
     with torch.no_grad():
-        for n, p in model.named_parameters():
-            if p.dim() >= 2: p.mul_(3.0 if "emb" in n or "wte" in n or "wpe" in n else spec.scale)
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=None)
-    return model.to(dtype)
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                is_embedding = any(part in key for part in ("emb", "wte", "wpe"))
+                parameter.mul_(spec.embedding_scale if is_embedding else spec.scale)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+@lru_cache
+def target(name: str, attention: str | None = None) -> PreTrainedModel:
+    """A shared target: no test may leave a trace on it."""
+    return new_target(name, attention)
+
+
+def prompt(length: int, seed: int | None = None) -> torch.Tensor:
+    """Random text prompt, int64 `[1, length]`, without padding or image tokens."""
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
+    return torch.randint(2, IMAGE, (1, length), generator=generator)
+
+
+def inputs(name: str, length: int) -> dict[str, torch.Tensor]:
+    """Inputs of a prompt; from 12 tokens on with an image, where the target takes one."""
+    ids, images = prompt(length), TARGETS[name].images
+    return {"input_ids": ids} if images is None or length < 12 else images(ids)
+
+
+EXACT, REFUSED, NOT_OFFERED = "exact", "refused", "-"
+COLUMNS = {
+    "greedy": "greedy text, attention as loaded by default",
+    "eager attention": "the same with `attn_implementation='eager'`",
+    "left padding": "a prompt behind padding",
+    "chunked prefill": "`prefill_chunk_size`",
+    "inputs_embeds": "a prompt given as embeddings only",
+    "own cache": "the caller's half-filled `DynamicCache`, and going on with it",
+    "static cache": "`cache_implementation='static'`",
+    "batch": "several rows, left-padded",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What happens in one column."""
+
+    verdict: str = EXACT
+    reason: str = ""
+    says: str = ""
+    absent: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family of targets and what a drafter does for it."""
+
+    target: str
+    differences: dict[str, Cell] = field(default_factory=dict)
+
+    def cells(self) -> dict[str, Cell]:
+        return {column: self.differences.get(column, Cell()) for column in COLUMNS}
+
+
+SUPPORT = [Row(name) for name in TARGETS]
+
+
+def row(name):
+    return next(r for r in SUPPORT if r.target == name)

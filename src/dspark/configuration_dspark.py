@@ -140,7 +140,9 @@ class DSparkConfig(PreTrainedConfig):
         self.num_target_layers = num_target_layers
         self.target_hidden_size = target_hidden_size
         self.markov_rank = markov_rank
-        self.markov_head_type = ("vanilla" if markov_rank else "none") if markov_head_type is None else markov_head_type
+        self.markov_head_type = (
+            ("vanilla" if markov_rank else "none") if markov_head_type is None else markov_head_type
+        )
         self.enable_confidence_head = enable_confidence_head
         # Left open, the head sees the Markov embedding exactly when there is one.
         self.confidence_head_with_markov = (
@@ -176,8 +178,8 @@ class DSparkConfig(PreTrainedConfig):
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(
-                f"This is a config of model_type {found!r}, a DSparkConfig has {cls.model_type!r}. Drafters in another "
-                "format are read by `DSparkDrafter.from_pretrained`, their configs by `dspark.hub.read_config`."
+                f"This is a config of model_type {found!r}, not of {cls.model_type!r}. Drafters in another format are "
+                "read by `DSparkDrafter.from_pretrained`, their configs by `dspark.hub.read_config`."
             )
         if unknown := unknown_keys(config_dict, _field_names()):
             logger.warning(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,16 +15,16 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "block_size",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "block_size",
 )  # fmt: skip
 _OPTIONAL_COUNTS = {
     "draft_vocab_size": "the whole vocabulary",
     "target_hidden_size": "the drafter's `hidden_size`",
 }
 _FLAGS = (
-    "attention_bias", "attention_k_eq_v", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
-    "confidence_head_bias", "share_embedding", "share_lm_head",
+    "attention_bias", "attention_k_eq_v", "sample_from_anchor", "enable_confidence_head",
+    "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head",
 )  # fmt: skip
 _POSITIVE = ("rms_norm_eps", "embed_scale", "final_logit_softcapping")
 # What each rotary type cannot do without; `rope_theta` comes on top everywhere.
@@ -54,6 +55,7 @@ def check_config(config: Any) -> None:
         ValueError: A rule is broken.
     """
     _check_types(config)
+    _check_numbers(config)
     _check_attention(config)
     _check_rope(config.rope_parameters)
     _check_block(config)
@@ -87,9 +89,13 @@ def _check_types(config: Any) -> None:
         if value is not None and (not _is_int(value) or value < 1):
             raise ValueError(f"`{field}` must be an integer of at least 1, or None for {default}, got {value!r}.")
     for field in _FLAGS:
-        value = getattr(config, field)
-        if not isinstance(value, bool):
-            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
+        if not isinstance(getattr(config, field), bool):
+            raise ValueError(f"`{field}` must be True or False, got {getattr(config, field)!r}.")
+    if config.target is not None and not isinstance(config.target, dict):
+        raise ValueError(f"`target` must be a dict of notes on the target, or None, got {config.target!r}.")
+
+
+def _check_numbers(config: Any) -> None:
     for field in _POSITIVE:
         value = getattr(config, field)
         if field == "final_logit_softcapping" and value is None:
@@ -98,8 +104,8 @@ def _check_types(config: Any) -> None:
             raise ValueError(f"`{field}` must be a positive number, got {value!r}.")
     if not _is_number(config.initializer_range) or config.initializer_range < 0:
         raise ValueError(f"`initializer_range` must be a number of at least 0, got {config.initializer_range!r}.")
-    if config.target is not None and not isinstance(config.target, dict):
-        raise ValueError(f"`target` must be a dict of notes on the target, or None, got {config.target!r}.")
+    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout < 1:
+        raise ValueError(f"`attention_dropout` must be a number in [0, 1), got {config.attention_dropout!r}.")
 
 
 def _check_attention(config: Any) -> None:
@@ -109,11 +115,11 @@ def _check_attention(config: Any) -> None:
             f"({config.num_key_value_heads}): every key/value head serves the same number of query heads."
         )
     if config.head_dim % 2:
-        raise ValueError(f"`head_dim` must be even, as rotary positions turn its halves together, got {config.head_dim}.")
+        raise ValueError(
+            f"`head_dim` must be even, as rotary positions turn its halves together, got {config.head_dim}."
+        )
     if config.attention_k_eq_v and config.family != "gemma4":
         raise ValueError(f"`attention_k_eq_v` belongs to the family 'gemma4', got family {config.family!r}.")
-    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout < 1:
-        raise ValueError(f"`attention_dropout` must be a number in [0, 1), got {config.attention_dropout!r}.")
     if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
         raise ValueError(
             f"`hidden_act` must be an activation transformers knows, e.g. 'silu' or 'gelu_pytorch_tanh', got "
@@ -124,8 +130,8 @@ def _check_attention(config: Any) -> None:
 def _check_rope(rope: Any) -> None:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
-            f"`rope_parameters` must be one flat dict, e.g. {{'rope_type': 'default', 'rope_theta': 1e6}}, got {rope!r}. "
-            "Of a target's dict per layer type take the entry 'full_attention'."
+            "`rope_parameters` must be one flat dict, e.g. {'rope_type': 'default', 'rope_theta': 1e6}, got "
+            f"{rope!r}. Of a target's dict per layer type take the entry 'full_attention'."
         )
     if not _is_number(rope.get("rope_theta")) or rope["rope_theta"] <= 0:
         raise ValueError(
@@ -142,8 +148,8 @@ def _check_rope(rope: Any) -> None:
     partial = rope.get("partial_rotary_factor", 1.0)
     if kind != "proportional" and partial != 1:
         raise ValueError(
-            f"`rope_parameters['partial_rotary_factor']` is {partial!r}, but draft layers rotate whole heads (only the "
-            "type 'proportional' takes a part). Leave it out."
+            f"`rope_parameters['partial_rotary_factor']` is {partial!r}, but draft layers rotate whole heads (only "
+            "the type 'proportional' takes a part). Leave it out."
         )
 
 
@@ -181,7 +187,7 @@ def _check_target_layers(config: Any) -> None:
         raise ValueError(f"`num_target_layers` must be the target's number of decoder layers, got {count!r}.")
     if not isinstance(ids, list) or not all(map(_is_int, ids)):
         raise ValueError(f"`target_layer_ids` must be a list of integers, got {ids!r}.")
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(ids)):
         raise ValueError(f"`target_layer_ids` must be strictly increasing, got {ids}.")
     if ids[0] < -1 or ids[-1] >= count - 1:
         raise ValueError(
@@ -194,8 +200,8 @@ def _check_heads(config: Any) -> None:
     rank, kind = config.markov_rank, config.markov_head_type
     if not _is_int(rank) or rank < 0 or (rank > 0) != (kind != "none"):
         raise ValueError(
-            f"`markov_rank` ({rank!r}) and `markov_head_type` ({kind!r}) disagree: rank 0 goes with 'none', a positive "
-            "integer with 'vanilla', 'gated' or 'rnn'."
+            f"`markov_rank` ({rank!r}) and `markov_head_type` ({kind!r}) disagree: rank 0 goes with 'none', a "
+            "positive integer with 'vanilla', 'gated' or 'rnn'."
         )
     if config.confidence_head_with_markov and not (config.enable_confidence_head and rank):
         raise ValueError(
@@ -208,8 +214,8 @@ def _check_heads(config: Any) -> None:
     is_list = isinstance(temperatures, list) and len(temperatures) == config.num_draft_tokens
     if not is_list or not all(_is_number(t) and t > 0 for t in temperatures):
         raise ValueError(
-            f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft position, or "
-            f"None, got {temperatures!r}."
+            f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft position, "
+            f"or None, got {temperatures!r}."
         )
     if not config.enable_confidence_head:
         raise ValueError(
@@ -227,8 +233,8 @@ def _check_sharing(config: Any) -> None:
         )
     if config.draft_vocab_size is not None and config.share_lm_head:
         raise ValueError(
-            f"`share_lm_head=True` with `draft_vocab_size` {config.draft_vocab_size}: the target's head has all of V's "
-            "rows. Store the reduced head with the drafter (`share_lm_head=False`)."
+            f"`share_lm_head=True` with `draft_vocab_size` {config.draft_vocab_size}: the target's head has all of "
+            "V's rows. Store the reduced head with the drafter (`share_lm_head=False`)."
         )
 
 

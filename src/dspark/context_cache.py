@@ -71,7 +71,8 @@ class ContextCache:
         self._write(layer_idx, keys, values)
         width = max(self.lengths) + keys.shape[2]
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
-        assert all_keys is not None and all_values is not None
+        assert all_keys is not None
+        assert all_values is not None
         return all_keys[:, :, :width], all_values[:, :, :width]
 
     def valid_slots(self, block: int, device: torch.device) -> torch.Tensor | None:
@@ -93,7 +94,8 @@ class ContextCache:
         size = keys.shape[2]
         self._reserve(layer_idx, keys, values, max(self.lengths) + size)
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
-        assert all_keys is not None and all_values is not None
+        assert all_keys is not None
+        assert all_values is not None
         if self.is_uniform:
             start = self.lengths[0]
             all_keys[:, :, start : start + size] = keys
@@ -106,7 +108,7 @@ class ContextCache:
     def _reserve(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, needed: int) -> None:
         present = self.keys[layer_idx]
         capacity = 0 if present is None else present.shape[2]
-        if needed <= capacity:
+        if present is not None and needed <= capacity:
             return
         capacity = max(needed, capacity + max(_GROWTH, capacity // 2))
         self.keys[layer_idx] = _grown(present, keys, capacity)

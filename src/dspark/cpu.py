@@ -41,7 +41,7 @@ class PackedLayers:
         self.packed: list[str] = []
         self.skipped = skipped
         self.extra_bytes = 0
-        self._layers: list[tuple[nn.Linear, PackedWeight]] = []
+        self._layers: list[tuple[Any, PackedWeight]] = []
         self._model = weakref.ref(model)
 
     def __enter__(self) -> PackedLayers:
@@ -64,10 +64,10 @@ class PackedLayers:
                 if not weight.is_tied and original.numel() == 0:
                     original.data = weight.dense()
                     original.requires_grad_(weight.requires_grad)
-                if layer._parameters["weight"] is weight:  # else somebody put another weight there: keep that
+                if layer._parameters["weight"] is weight:  # else it is tied, or somebody put another one there
                     layer.weight = original
-                if type(layer) is PackedLinear:
-                    layer.__class__ = nn.Linear
+                layer.__dict__.pop("packed", None)
+                layer.__class__ = nn.Linear
         self.extra_bytes = 0
         model = self._model()
         if model is not None and _first_packed(model) is None:
@@ -75,16 +75,18 @@ class PackedLayers:
 
     def _pack(self, layers: dict[str, nn.Linear], dtype: torch.dtype, *, is_tied: bool) -> None:
         """Pack one parameter, given all layers that use it."""
-        original = next(iter(layers.values())).weight
+        original: Any = next(iter(layers.values())).weight
         blocks = torch.ops.mkldnn._reorder_linear_weight(original.detach().to(dtype), _EXPECTED_ROWS)
-        plain = PackedWeight.wrap(original.shape, blocks, original, is_tied=is_tied)
-        weight: Any = nn.Parameter(plain, original.requires_grad)
+        bare = PackedWeight.wrap(original.shape, blocks, original, is_tied=is_tied)
+        weight: Any = nn.Parameter(bare, original.requires_grad)
         self.extra_bytes += torch.ops.mkldnn._nbytes(blocks) - (0 if is_tied else original.nbytes)
         for name, layer in layers.items():
-            self._layers.append((layer, weight))
             self.packed.append(name)
+            self._layers.append((layer, weight))
             layer.__class__ = PackedLinear
-            layer.weight = weight
+            layer.__dict__["packed"] = weight  # not an attribute that the module would register as a second parameter
+            if not is_tied:
+                layer.weight = weight
         if not is_tied:
             original.data = original.new_empty(0)
 
@@ -116,7 +118,7 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`optimize_for_cpu` takes a transformers `PreTrainedModel`, got {type(model).__name__}.")
     layers, skipped = _find_layers(model)
-    if not layers and _first_packed(model) is None:
+    if not layers and not any(isinstance(module, PackedLinear) for module in model.modules()):
         raise ValueError(f"{describe(model)} has no `nn.Linear` layer to pack, so nothing would be gained.")
     dtypes = {name: _packed_dtype(name, layer.weight, dtype) for name, layer in layers.items()}
     for each in set(dtypes.values()):
@@ -129,7 +131,7 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
         except BaseException:
             handle.restore()
             raise
-    model._apply = _refusing_apply(weakref.ref(model))
+    model.__dict__["_apply"] = _refusing_apply(weakref.ref(model))
     return handle
 
 
@@ -158,7 +160,7 @@ def _find_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str
         weight = module._parameters.get("weight")
         if isinstance(module, Conv1D):
             skipped[name] = "Conv1D keeps its weight transposed"
-        elif not isinstance(module, nn.Linear) or isinstance(weight, PackedWeight):
+        elif not isinstance(module, nn.Linear) or isinstance(module, PackedLinear):
             continue
         elif type(module) is not nn.Linear:
             skipped[name] = f"{type(module).__name__} may compute more than a linear layer"

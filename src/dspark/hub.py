@@ -1,14 +1,18 @@
-"""Loading a drafter from a folder or Hub id, in our own format or in one `dspark.conversion` reads.
+"""Drafters on disk: loading from a folder or Hub id, in our own format or one `dspark.conversion` reads, and saving.
 
 Everything is checked before a weight is used: missing, unexpected or wrongly shaped tensors are errors that name them,
-and only safetensors are read.
+and only safetensors are read. A save that fails changes no file.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from .configuration_dspark import DSparkConfig
@@ -16,6 +20,7 @@ from .configuration_dspark import DSparkConfig
 _CONFIG_KEYS = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
 )  # fmt: skip
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConfig:
@@ -32,8 +37,13 @@ def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConf
     from dspark.conversion import FORMATS  # here: conversion imports the config class from this package
 
     raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
+    if not raw:
+        raise OSError(f"{source} has no config.json (or an empty one), so there is no drafter to load from it.")
     if raw.get("model_type") == DSparkConfig.model_type:
-        return DSparkConfig.from_dict(raw)
+        try:
+            return DSparkConfig.from_dict(raw)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The config.json of {source} is not valid. {error}") from error
     for module in FORMATS.values():
         if module.recognises(raw):
             return module.read_config(raw, source=str(source))
@@ -58,12 +68,17 @@ class LoadsAnyFormat:
 
         Raises:
             ValueError: Not a drafter, or tensors are missing, unexpected or wrongly shaped (all are named).
-            OSError: No safetensors weights to read.
+            OSError: No safetensors weights to read, or damaged ones.
         """
         config = kwargs.pop("config", None)
-        if config is None:
+        if not isinstance(config, DSparkConfig):
+            if config is not None and not isinstance(config, str | os.PathLike):
+                raise ValueError(
+                    f"`config` must be a DSparkConfig, or the folder or Hub id to read one from, got a "
+                    f"{type(config).__name__}."
+                )
             hub_kwargs = {key: kwargs[key] for key in _CONFIG_KEYS if key in kwargs}
-            config = read_config(pretrained_model_name_or_path, **hub_kwargs)
+            config = read_config(pretrained_model_name_or_path if config is None else config, **hub_kwargs)
             overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in config.to_dict() and key != "dtype"}
             if overrides:
                 config = DSparkConfig.from_dict({**config.to_dict(), **overrides})
@@ -77,9 +92,56 @@ class LoadsAnyFormat:
         ignores_shapes = kwargs.get("ignore_mismatched_sizes", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that all shapes can be named in one message
         load = super().from_pretrained  # type: ignore[misc]
-        model, info = load(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            model, info = load(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {pretrained_model_name_or_path} cannot be read ({error}): a safetensors file is "
+                "damaged or was cut short. Download or save it again."
+            ) from error
         _check_tensors(pretrained_model_name_or_path, info, ignores_shapes=ignores_shapes)
+        _check_draft_ids(pretrained_model_name_or_path, model.draft_token_ids, config.vocab_size)
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write config and weights to a folder that `from_pretrained` loads; borrowed modules are not part of it.
+
+        All files are written aside first, so a save that fails changes no file, and one that succeeds leaves no
+        weights of an earlier save behind. With `push_to_hub`, or when many processes save together, transformers
+        writes in place.
+
+        Args:
+            save_directory: The folder; made if needed.
+            **kwargs: As `PreTrainedModel.save_pretrained` (`max_shard_size`, `variant`, ...).
+        """
+        save = super().save_pretrained  # type: ignore[misc]
+        in_place = kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint")
+        if in_place or not kwargs.get("is_main_process", True):
+            save(save_directory, **kwargs)
+            return
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Inside the folder, hence on its file system: moving a file in is then one step.
+        with TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
+            save(aside, **kwargs)
+            written = sorted(path.name for path in Path(aside).iterdir())
+            for name in written:
+                os.replace(Path(aside) / name, folder / name)
+        if any(map(_WEIGHTS.fullmatch, written)):
+            # Weights of an earlier save would win over newer shards: loading prefers the unsharded file.
+            for path in list(folder.iterdir()):
+                if _WEIGHTS.fullmatch(path.name) and path.name not in written:
+                    path.unlink()
+
+
+def _check_draft_ids(source: Any, ids: Any, vocab_size: int) -> None:
+    if ids is None or (int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids[1:] > ids[:-1]).all())):
+        return
+    raise ValueError(
+        f"`draft_token_ids` of {source} must be strictly increasing and lie in 0..{vocab_size - 1}, got "
+        f"{ids[:4].tolist()} ... {int(ids[-1])}. The checkpoint is damaged or badly converted: convert or download "
+        "it again."
+    )
 
 
 def _check_tensors(source: Any, info: dict[str, Any], *, ignores_shapes: bool) -> None:
@@ -90,12 +152,14 @@ def _check_tensors(source: Any, info: dict[str, Any], *, ignores_shapes: bool) -
         problems.append(f"unexpected tensors: {', '.join(unexpected)}")
     mismatched = sorted(info["mismatched_keys"], key=str)
     if mismatched and not ignores_shapes:
-        shapes = "; ".join(f"{name} is {tuple(found)}, the config wants {tuple(want)}" for name, found, want in mismatched)
+        shapes = "; ".join(
+            f"{name} is {tuple(found)}, the config wants {tuple(want)}" for name, found, want in mismatched
+        )
         problems.append(f"wrong shapes: {shapes}")
     if problems:
         raise ValueError(
-            f"The checkpoint {source} does not fit its config: {'; '.join(problems)}. Either the weights or config.json "
-            "belong to another drafter; nothing was loaded."
+            f"The checkpoint {source} does not fit its config: {'; '.join(problems)}. Either the weights or "
+            "config.json belong to another drafter; nothing was loaded."
         )
 
 

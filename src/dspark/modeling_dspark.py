@@ -1,8 +1,9 @@
 """`DSparkDrafter`: the drafter as a `PreTrainedModel` (steps 1 to 4 of the round, and the training forward).
 
-Context features `H_ctx = RMSNorm(W_c [h_l1; ...; h_lm])` (paper eq. 2) become keys and values in every draft layer (eq. 3); one
-bidirectional pass over `[anchor, mask, ...]` gives base logits U_k; a sequential head repairs the block left to right
-(eq. 4-6); a confidence head predicts how far it survives (eq. 7). The decoding loop around it is in `decoding/`.
+Context features `H_ctx = RMSNorm(W_c [h_l1; ...; h_lm])` (paper eq. 2) become keys and values in every draft layer
+(eq. 3); one bidirectional pass over `[anchor, mask, ...]` gives base logits U_k; a sequential head repairs the block
+left to right (eq. 4-6); a confidence head predicts how far it survives (eq. 7). The decoding loop around it is in
+`decoding/`.
 Shape letters: `B` rows, `S` context length, `g` draft tokens, `q` block slots, `D` drafter width, `D_t` target width,
 `m` tapped layers, `V` target vocabulary, `Vd` width of the drafter's logits (V unless reduced).
 """
@@ -10,107 +11,26 @@ Shape letters: `B` rows, `S` context length, `g` draft tokens, `q` block slots, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-from transformers.utils import ModelOutput
 
+from .borrowing import SharedModules, TeacherHead, borrow, call_embedding, call_head, teacher_head
 from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
-from .families import FAMILIES, RMSNorm, Rotary, reset_layer_scalar
+from .families import FAMILIES, DraftRotaryEmbedding, RMSNorm, Rotary, reset_layer_scalar
 from .heads import ConfidenceHead, build_sequential_head
 from .hub import LoadsAnyFormat
+from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
 from .objective import Blocks, Objective, TargetLaw, block_attention_mask, block_loss, build_blocks, sample_anchors
 from .speculation import SpeculationConfig
 
 # A choice of tokens for one slot: (k, logits [B, Vd], tokens chosen so far, each int64 [B]) -> target ids int64 [B].
 Chooser = Callable[[int, torch.Tensor, list[torch.Tensor]], torch.Tensor]
-
-
-class SharedModules(NamedTuple):
-    """What a drafter borrows from its target, by reference: modules that are called, weights never touched."""
-
-    embedding: nn.Module | None
-    lm_head: nn.Module | None
-
-
-class _TeacherHead(NamedTuple):
-    """The target's LM head as the training forward reads it; `rows [Vd, D_t]` are those of a reduced vocabulary."""
-
-    lm_head: nn.Module
-    softcap: float | None
-    rows: torch.Tensor | None
-
-
-class DraftBlock(NamedTuple):
-    """One parallel pass (step 2): `hidden [B, g, D]` after the final norm and `base_logits [B, g, Vd]` (U_k)."""
-
-    hidden: torch.Tensor
-    base_logits: torch.Tensor
-
-
-class Walk(NamedTuple):
-    """One left-to-right walk of the sequential head (step 3).
-
-    Attributes:
-        token_ids: int64 `[B, g]`, target ids.
-        logits: `[B, g, Vd]`, base logits plus transition bias along the chosen tokens.
-        previous_ids: int64 `[B, g]`, the token before each slot.
-    """
-
-    token_ids: torch.Tensor
-    logits: torch.Tensor
-    previous_ids: torch.Tensor
-
-
-@dataclass
-class DraftOutput(ModelOutput):
-    """One stateless round of drafting.
-
-    Attributes:
-        token_ids: int64 `[B, g]`, target ids.
-        base_logits: `[B, g, Vd]`, before the sequential head.
-        logits: `[B, g, Vd]`, after it; with a reduced vocabulary column j is token `draft_token_ids[j]`.
-        confidence_logits: float32 `[B, g]`, or None without a confidence head.
-        hidden_states: `[B, g, D]`, after the final norm.
-        context_features: `[B, S, D]`.
-    """
-
-    token_ids: torch.Tensor | None = None
-    base_logits: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
-    context_features: torch.Tensor | None = None
-
-
-@dataclass
-class DSparkTrainingOutput(ModelOutput):
-    """Result of the training forward.
-
-    Attributes:
-        loss: Scalar.
-        ce_loss, l1_loss, confidence_loss: Scalar terms, detached.
-        acceptance: Analytic acceptance `1 - L1 / 2`, float32 `[B, A, g]`, detached; None without the target's law.
-        supervised: bool `[B, A, g]`, positions that count.
-        logits: Teacher-forced logits `[B, A, g, Vd]`, detached.
-        confidence_logits: float32 `[B, A, g]`, detached, or None.
-    """
-
-    loss: torch.Tensor | None = None
-    ce_loss: torch.Tensor | None = None
-    l1_loss: torch.Tensor | None = None
-    confidence_loss: torch.Tensor | None = None
-    acceptance: torch.Tensor | None = None
-    supervised: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
 
 
 class _PlainContext:
@@ -132,7 +52,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DraftLayer"]  # noqa: RUF012 - read by transformers as a class attribute
+    _no_split_modules = [layer.__name__ for layer in FAMILIES.values()]  # noqa: RUF012 - transformers' own attribute
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -144,6 +64,18 @@ class DSparkPreTrainedModel(PreTrainedModel):
         reset_layer_scalar(module)
         if module is self and isinstance(self, DSparkDrafter) and self.draft_token_ids is not None:
             init.copy_(self.draft_token_ids, torch.arange(self.draft_token_ids.shape[0]))
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
+    ) -> None:
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "Gradient checkpointing of a drafter needs use_reentrant=False, got True: all layers read the same "
+                "context, whose graph the reentrant form would run backward through once per layer."
+            )
+        if gradient_checkpointing_func is not None:
+            kwargs["gradient_checkpointing_func"] = gradient_checkpointing_func
+        super()._set_gradient_checkpointing(enable=enable, **kwargs)
 
 
 class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
@@ -162,7 +94,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         layer_class = FAMILIES[config.family]
         self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self.markov_head = build_sequential_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.embed_tokens = None if config.share_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
@@ -173,7 +105,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         self.objective = Objective()
         self.last_stats: Any = None
         self._shared: SharedModules | None = None
-        self._teacher: _TeacherHead | None = None
+        self._teacher: TeacherHead | None = None
         self.post_init()
 
     # --- borrowed parts -------------------------------------------------------------------------------------------
@@ -190,7 +122,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         """The modules to borrow for a call: `target`'s, or those of `share_with` when `target` is None.
 
         Raises:
-            ValueError: The config borrows from the target and none is known.
+            ValueError: The config borrows from the target and none is known, or it lacks the part.
         """
         config = self.config
         borrowed = {"embedding": config.share_embedding, "LM head": config.share_lm_head}
@@ -204,42 +136,39 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
                     "`target=model`, or call `drafter.share_with(model)` once."
                 )
             return self._shared
-        return SharedModules(
-            target.get_input_embeddings() if config.share_embedding else None,
-            target.get_output_embeddings() if config.share_lm_head else None,
-        )
+        return borrow(config, target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A deep copy or a pickle would take the target's modules along: the copy is to call `share_with` itself.
+        return {**super().__getstate__(), "_shared": None, "_teacher": None}
 
     def share_with(self, target: PreTrainedModel | None) -> None:
         """Keep references to the modules borrowed from `target` (None: forget them); nothing is copied or saved.
 
-        Needed for the training forward and for `draft` without `target=`; `generate` borrows by itself.
+        Needed for the training forward and for `draft` without `target=`; `generate` borrows by itself. A deep copy
+        and a pickle of the drafter have forgotten them.
+
+        Raises:
+            ValueError: The target lacks a part the drafter borrows.
         """
         self._shared = self._teacher = None
         if target is None:
             return
         self._shared = self.shared_modules(target)
-        head = target.get_output_embeddings()
-        softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-        plain = self.draft_token_ids is not None and isinstance(head, nn.Linear) and head.bias is None
-        rows = head.weight.detach()[self.draft_token_ids] if plain and softcap is None else None
-        self._teacher = _TeacherHead(head, softcap, rows)
+        self._teacher = teacher_head(target, self.draft_token_ids)
 
     def _embed(self, token_ids: torch.Tensor, shared: SharedModules) -> torch.Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids) * self.config.embed_scale
         assert shared.embedding is not None
-        weight_device = next(shared.embedding.parameters()).device
-        return shared.embedding(token_ids.to(weight_device)).to(self.fc.weight)
+        return call_embedding(shared.embedding, token_ids).to(self.fc.weight)
 
     def _base_logits(self, hidden: torch.Tensor, shared: SharedModules) -> torch.Tensor:
         if self.lm_head is not None:
             logits = self.lm_head(hidden)
         else:
             assert shared.lm_head is not None
-            parameter = next(shared.lm_head.parameters())
-            # A quantised head has integer storage and takes activations in the drafter's own dtype.
-            dtype = parameter.dtype if parameter.is_floating_point() else hidden.dtype
-            logits = shared.lm_head(hidden.to(parameter.device, dtype)).to(hidden.device)
+            logits = call_head(shared.lm_head, hidden).to(hidden.device)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -275,9 +204,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         rotary = self._rotary(features, positions)
         return [layer.self_attn.keys_values(features, rotary) for layer in self.layers]
 
-    def extend_context(
-        self, cache: ContextCache, features: torch.Tensor, counts: Sequence[int] | None = None
-    ) -> None:
+    def extend_context(self, cache: ContextCache, features: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Step 1: append context features `[B, S, D]` (the first `counts[b]` of each row) to the context cache."""
         positions = cache.next_positions(features.shape[1], features.device)
         cache.append(self._context_keys_values(features, positions), counts)
@@ -311,6 +238,12 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         valid = cache.valid_slots(hidden.shape[1], hidden.device)
         if valid is None:
             return None
+        if "flash" in (self.config._attn_implementation or ""):
+            raise ValueError(
+                f"Rows of different lengths are drafted under a mask with padding on the right, and attention "
+                f"{self.config._attn_implementation!r} takes it for padding on the left. Load the drafter with "
+                "attn_implementation='sdpa', or draft one row at a time."
+            )
         keys = hidden.new_empty(hidden.shape[0], valid.shape[1], 0)
         return create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden, attention_mask=valid.long(), encoder_hidden_states=keys
@@ -370,15 +303,20 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             generator: Source of the draws.
 
         Raises:
-            ValueError: Wrong width of the hidden states, or a target is needed and unknown.
+            ValueError: Wrong shape of the hidden states, or a target is needed and unknown.
         """
+        if target_hidden_states.dim() != 3 or len(target_hidden_states) != len(anchor_ids):
+            raise ValueError(
+                f"`target_hidden_states` must be [B, S, m*D_t] with a row per anchor ({len(anchor_ids)}), got "
+                f"{list(target_hidden_states.shape)}."
+            )
         shared = self.shared_modules(target)
         features = self.project_context(target_hidden_states)
         cache = ContextCache(len(self.layers), [0] * features.shape[0])
         self.extend_context(cache, features)
         block = self.draft_block(anchor_ids.to(features.device), cache, shared)
 
-        def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
+        def choose(_k: int, logits: torch.Tensor, _tokens: list[torch.Tensor]) -> torch.Tensor:
             if do_sample:
                 drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)[:, 0]
             else:
@@ -435,10 +373,18 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         Raises:
             ValueError: Shapes disagree, or the objective needs the target's law and it is missing.
         """
+        _check_shapes(
+            input_ids,
+            target_hidden_states=target_hidden_states,
+            loss_mask=loss_mask,
+            target_last_hidden_states=target_last_hidden_states,
+            target_logsumexp=target_logsumexp,
+        )
         if anchor_positions is None:
             anchor_positions, keep = sample_anchors(loss_mask, self.objective.num_anchors, generator=generator)
         else:
-            keep = torch.ones_like(anchor_positions, dtype=torch.bool) if anchor_keep_mask is None else anchor_keep_mask
+            given = torch.ones_like(anchor_positions) if anchor_keep_mask is None else anchor_keep_mask
+            keep = given.bool()
         shared = self.shared_modules(None)
         blocks = build_blocks(input_ids, loss_mask, anchor_positions, keep, self.config.num_draft_tokens)
         hidden = self._training_hidden(input_ids, target_hidden_states, blocks, shared)
@@ -482,9 +428,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         block_ids = torch.full((batch, anchors, size), self.config.mask_token_id, device=input_ids.device)
         block_ids[..., 0] = input_ids.gather(1, blocks.anchor_positions)
         hidden = self._embed(block_ids.flatten(1), shared)
-        mask = block_attention_mask(
-            blocks.anchor_positions, blocks.keep, context_length=length, block_size=size
-        )
+        mask = block_attention_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)
         hidden = self._run_layers(hidden, positions, context, self._training_mask(mask, hidden.dtype))
         hidden = hidden.view(batch, anchors, size, -1)
         return hidden if self.config.sample_from_anchor else hidden[:, :, 1:]
@@ -509,25 +453,24 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             return None
         # The law of the token at a label's position is computed at the position before it.
         flat = (blocks.label_positions - 1).clamp(min=0).flatten(1)
-        shape = blocks.labels.shape
-        hidden = last_hidden.gather(1, flat[..., None].expand(-1, -1, last_hidden.shape[-1]))
+        shape, device = blocks.labels.shape, flat.device
+        hidden = last_hidden.to(device).gather(1, flat[..., None].expand(-1, -1, last_hidden.shape[-1]))
         hidden = hidden.view(*shape, -1)
         teacher = self._teacher_head()
         with torch.no_grad():
             if logsumexp is not None and teacher.rows is not None:
-                logits = nn.functional.linear(hidden.to(teacher.rows), teacher.rows)
-                return TargetLaw.from_logits(logits, None, logsumexp.gather(1, flat).view(shape))
-            weight = next(teacher.lm_head.parameters())
-            logits = teacher.lm_head(hidden.to(weight.device, weight.dtype)).float()
+                logits = nn.functional.linear(hidden.to(teacher.rows), teacher.rows).to(device)
+                return TargetLaw.from_logits(logits, None, logsumexp.to(device).gather(1, flat).view(shape))
+            logits = call_head(teacher.lm_head, hidden).to(device).float()
             logits = logits if teacher.softcap is None else torch.tanh(logits / teacher.softcap) * teacher.softcap
             return TargetLaw.from_logits(logits, self.draft_token_ids)
 
-    def _teacher_head(self) -> _TeacherHead:
+    def _teacher_head(self) -> TeacherHead:
         if self._teacher is not None:
             return self._teacher
         # DeepSpec stores a frozen copy of the target's whole head, which then serves as the target's.
         if self.lm_head is not None and self.draft_token_ids is None:
-            return _TeacherHead(self.lm_head, self.config.final_logit_softcapping, None)
+            return TeacherHead(self.lm_head, self.config.final_logit_softcapping, None)
         raise ValueError(
             "The loss compares with the target's law, which needs the target's LM head, and this drafter does not "
             "store all of it. Call `drafter.share_with(target)` before training."
@@ -538,6 +481,15 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             return labels
         index = torch.searchsorted(self.draft_token_ids, labels).clamp(max=self.draft_token_ids.shape[0] - 1)
         return torch.where(self.draft_token_ids[index] == labels, index, -1)
+
+
+def _check_shapes(input_ids: torch.Tensor, **per_token: torch.Tensor | None) -> None:
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape[:2] != input_ids.shape:
+            raise ValueError(
+                f"`{name}` must have one entry per token of `input_ids` {list(input_ids.shape)}, got "
+                f"{list(tensor.shape)}."
+            )
 
 
 __all__ = ["DSparkDrafter", "DSparkPreTrainedModel", "DSparkTrainingOutput", "DraftBlock", "DraftOutput", "Walk"]

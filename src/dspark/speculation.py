@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 Policy = Literal["fixed", "threshold"]
@@ -13,8 +14,8 @@ class SpeculationConfig:
     """Settings of the decoding loop.
 
     Attributes:
-        policy: `"fixed"` verifies every drafted token; `"threshold"` ends a block by its confidence (the two thresholds
-            below). `"threshold"` with both thresholds at 0 is `"fixed"`.
+        policy: `"fixed"` verifies every drafted token, whatever the thresholds; `"threshold"` ends a block by its
+            confidence (the two thresholds below). `"threshold"` with both thresholds at 0 is `"fixed"`.
         num_assistant_tokens: Most drafts verified per round, at least 1; None: all the block gives. The block itself
             always runs at full width, since its attention is bidirectional.
         assistant_confidence_threshold: The block ends before the first slot whose own confidence is below this
@@ -31,15 +32,16 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise ValueError(f"`policy` must be one of {', '.join(map(repr, get_args(Policy)))}, got {self.policy!r}.")
-        if self.num_assistant_tokens is not None and self.num_assistant_tokens < 1:
+        most = self.num_assistant_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
             raise ValueError(
-                f"`num_assistant_tokens` must be at least 1 or None, got {self.num_assistant_tokens}. To decode without "
+                f"`num_assistant_tokens` must be an integer of at least 1 or None, got {most!r}. To decode without "
                 "drafts, leave `assistant_model` out."
             )
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
-            if not 0 <= value <= 1:
-                raise ValueError(f"`{field}` must lie in [0, 1], got {value}.")
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+                raise ValueError(f"`{field}` must be a number in [0, 1], got {value!r}. 0 turns it off.")
 
 
 __all__ = ["Policy", "SpeculationConfig"]

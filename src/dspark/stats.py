@@ -20,9 +20,10 @@ class SpeculationStats:
     """Counts and times of one or more `generate` calls.
 
     A round is one verification pass of the target. Its accepted length is `accepted + 1`: the accepted drafts and the
-    recovered or bonus token after them (paper footnote 3). A round that ends the text inside its accepted drafts has
-    no such token; `num_new_tokens` counts what was really emitted, so `tokens_per_pass` is exact and
-    `mean_acceptance_length` may exceed it by the cut of the last round.
+    recovered or bonus token after them (paper footnote 3). A round that ends the text at one of its accepted drafts
+    has no such token, and what it verified behind that draft, neither accepted nor rejected, is not counted (as the
+    reference cuts its proposal length). `num_new_tokens` counts what was really emitted, so `tokens_per_pass` is
+    exact.
 
     Attributes:
         drafted: Draft tokens proposed per round (0: the round had no draft).
@@ -34,7 +35,8 @@ class SpeculationStats:
         step_seconds: Seconds per step of the round.
         model_seconds: Seconds inside the forward passes, under `"target"` and `"drafter"`; the prompt's pass is apart.
         prefill_seconds: Seconds of the prompt's pass, its context projection included.
-        fallback_reason: Why the call decoded without drafts or with less context than it could; None if it did not.
+        fallback_reason: Why the call decoded without drafts, with less context than it could or without a rule it was
+            asked for; None if it did not.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -67,6 +69,13 @@ class SpeculationStats:
         self.drafted.append(drafted)
         self.verified.append(verified)
         self.accepted.append(accepted)
+
+    def fall_back(self, reason: str) -> None:
+        """Record why the call did less than it was asked to, once per reason."""
+        if self.fallback_reason is None:
+            self.fallback_reason = reason
+        elif reason not in self.fallback_reason:
+            self.fallback_reason += f"; {reason}"
 
     @property
     def num_rounds(self) -> int:

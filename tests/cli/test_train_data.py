@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from dspark import DSparkDrafter
 from dspark.cli.data import data
 from dspark.cli.train import train
-from dspark.training import answers
 from tests.training import tiny
 
 app = typer.Typer()
@@ -105,9 +104,15 @@ def test_second_run_adds_what_is_missing(target, tmp_path) -> None:
     code, stdout, _ = run(*command, "--json")
     told = json.loads(stdout)
     assert (code, told["present"], told["written"], told["dropped_lines"]) == (0, 5, 7, 1)
-    key = lambda record: (record["index"], record["temperature"])
-    assert sorted(map(key, records(out))) == sorted(map(key, whole))
-    greedy = [sorted((r["index"], r["answer_ids"]) for r in part if not r["temperature"]) for part in (whole, records(out))]
+    parts = (whole, records(out))
+    keys, greedy = (
+        [sorted(pick(record) for record in part if wanted(record)) for part in parts]
+        for pick, wanted in (
+            (lambda record: (record["index"], record["temperature"]), lambda record: True),
+            (lambda record: (record["index"], record["answer_ids"]), lambda record: not record["temperature"]),
+        )
+    )
+    assert keys[0] == keys[1]
     assert greedy[0] == greedy[1]
     before = out.read_bytes()
     assert run(*command)[0] == 0
@@ -139,8 +144,10 @@ def test_each_prompt_gets_one_temperature_by_the_seed(target, tmp_path) -> None:
 def test_sampling_is_plain(target, tmp_path) -> None:
     """The target's own top_k=1 must not turn sampling into greedy."""
     out = tmp_path / "answers.jsonl"
-    run("data", target, "--prompts", prompt_file(tmp_path, count=20), "--out", out, "--max-new-tokens", 8, "--temperature",
-        0, "--temperature", 5, "--each", "--batch-size", 20)  # fmt: skip
+    run(
+        "data", target, "--prompts", prompt_file(tmp_path, count=20), "--out", out, "--max-new-tokens", 8,
+        "--temperature", 0, "--temperature", 5, "--each", "--batch-size", 20,
+    )  # fmt: skip
     by_temperature: dict = {}
     for record in records(out):
         by_temperature.setdefault(record["temperature"], {})[record["index"]] = record["answer_ids"]
@@ -202,8 +209,10 @@ def test_prompt_and_template_options(target, tmp_path) -> None:
 
 # --- train --------------------------------------------------------------------------------------------------------
 
-SMALL = ("--layers", 1, "--block-size", 3, "--rank", 4, "--anchors", 4, "--batch-size", 4, "--log-every", 2, "--device",
-         "cpu")  # fmt: skip
+SMALL = (
+    "--layers", 1, "--block-size", 3, "--rank", 4, "--anchors", 4, "--batch-size", 4, "--log-every", 2,
+    "--device", "cpu",
+)  # fmt: skip
 
 
 def answer_file(folder: Path) -> Path:
@@ -241,8 +250,10 @@ def test_training_gives_a_drafter_that_loads(target, tmp_path, stored) -> None:
 
 def test_resumed_command_equals_uninterrupted_one(target, tmp_path) -> None:
     def command(name: str, *more):
-        return ("train", "--target", target, "--data", answer_file(tmp_path), "--out", tmp_path / name, *SMALL, "--steps",
-                6, "--save-every", 2, "--keep", 3, *more)  # fmt: skip
+        return (
+            "train", "--target", target, "--data", answer_file(tmp_path), "--out", tmp_path / name, *SMALL,
+            "--steps", 6, "--save-every", 2, "--keep", 3, *more,
+        )  # fmt: skip
 
     assert run(*command("whole"))[0] == 0
     assert run(*command("cut"))[0] == 0
@@ -269,9 +280,10 @@ def test_features_alone_train_and_a_drafter_can_be_trained_on(target, tmp_path) 
     code, _, _ = run("train", *where, "--out", tmp_path / "one", *SMALL, "--steps", 2)
     assert code == 0
     assert DSparkDrafter.from_pretrained(tmp_path / "one").config.target_layer_ids == [0, 1, 3]
-    code, _, _ = run("train", *where, "--out", tmp_path / "two", "--init", tmp_path / "one", "--steps", 2, "--device", "cpu")
+    again = ("--init", tmp_path / "one", "--device", "cpu")
+    code, _, _ = run("train", *where, "--out", tmp_path / "two", *again, "--steps", 2)
     assert code == 0
-    code, _, stderr = run("train", *where, "--out", tmp_path / "c", "--init", tmp_path / "one", "--layers", 2)
+    code, _, stderr = run("train", *where, "--out", tmp_path / "three", *again, "--layers", 2)
     assert (code, "leave out --layers" in stderr) == (2, True)
 
 
@@ -314,8 +326,15 @@ def test_record_of_another_tokenizer_is_named(target, tmp_path) -> None:
     assert (code, "a.jsonl:1 holds token id 500" in stderr) == (2, True)
 
 
-def test_help_names_defaults_and_sources() -> None:
+def test_mask_token_in_the_text_is_warned_of(target, tmp_path) -> None:
+    where = ("--target", target, "--out", tmp_path / "drafter", "--data", answer_file(tmp_path))
+    command = ("train", *where, *SMALL, "--steps", 1)
+    assert "the answers hold the mask token" in run(*command, "--mask-token-id", 50)[2]
+    assert "the answers hold" not in run(*command, "--overwrite", "--mask-token-id", 6)[2]
+
+
+def test_help_names_defaults_and_their_sources() -> None:
     code, stdout, _ = run("train", "--help")
     assert code == 0
-    assert "0.0006" in stdout
-    assert answers.write_answers.__doc__
+    for word in ("0.0006", "reference", "paper"):
+        assert word in stdout

@@ -70,6 +70,25 @@ def constant_pair(target_law: list[float], draft_law: list[float], block_size: i
     return model, made
 
 
+@lru_cache
+def close_pair(vocab: int = 12, noise: float = 0.5, seed: int = 0, **overrides: Any) -> tuple[LlamaForCausalLM, Any]:
+    """A target and a drafter whose law is a disturbed copy of the target's, so most drafts stay though none is sure.
+
+    The Markov head holds the target's logits behind each single token; the target's attention adds what it misses.
+    """
+    model = target.__wrapped__(vocab)
+    made = drafter(model, markov_rank=vocab, **{"block_size": 3, **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.05)
+        after_each = model(torch.arange(vocab)[:, None]).logits[:, -1]
+        made.norm.weight.zero_()  # base logits of 0
+        made.markov_head.markov_w1.weight.copy_(after_each + noise * torch.randn(vocab, vocab, generator=generator))
+        made.markov_head.markov_w2.weight.copy_(torch.eye(vocab))
+    return model, made
+
+
 def prepared_processors(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
     """The processors transformers itself prepares for these arguments, warpers included."""
     box: list[Any] = []
@@ -101,4 +120,4 @@ def own_law(model: PreTrainedModel, ids: torch.Tensor, horizon: int, **kwargs: A
     return target_law(next_law, horizon)
 
 
-__all__ = ["constant_pair", "drafter", "own_law", "prepared_processors", "target"]
+__all__ = ["close_pair", "constant_pair", "drafter", "own_law", "prepared_processors", "target"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dspark.training import FeatureDataset, FeaturesError, capture_features, index_features, shards, write_features
 from dspark.training.features import check_target, target_logsumexp
+from dspark.training.packing import packed
 
 from . import tiny
 
@@ -209,7 +210,7 @@ def test_verification_can_be_left_out(tmp_path) -> None:
 
 
 def test_features_of_another_target_or_width_are_refused(tmp_path) -> None:
-    target, data, folder, _ = written(tmp_path)
+    target, _, folder, _ = written(tmp_path)
     stored = FeatureDataset(folder)
     drafter = tiny.drafter_for(target, target_layer_ids=[0, 1])
     with pytest.raises(FeaturesError, match=r"features 96 wide .* takes 64"):
@@ -238,3 +239,18 @@ def test_finished_shards_without_an_index_can_be_indexed(tmp_path) -> None:
     assert math.isfinite(float(item["target_hidden_states"].float().sum()))
     with pytest.raises(FeaturesError, match="holds no"):
         index_features(tmp_path, target, LAYERS)
+
+
+def test_target_that_cannot_be_packed_runs_unpacked_with_a_warning(monkeypatch) -> None:
+    target = tiny.llama()
+    weight = target.lm_head.weight
+    with packed(target, wanted=False):
+        assert target.lm_head.weight is weight
+    with packed(target):
+        assert target.lm_head.weight is not weight
+    assert target.lm_head.weight is weight
+    told = []
+    monkeypatch.setattr("dspark.training.packing.logger.warning", told.append)
+    torch.nn.Module.to(target, torch.float64)
+    with packed(target):
+        assert "runs unpacked" in told[0]

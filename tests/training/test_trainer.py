@@ -185,9 +185,7 @@ def test_expected_accepted_length_of_worked_example() -> None:
 
 def test_tau_in_the_log_is_the_mean_over_supervised_anchors(tmp_path) -> None:
     target, data = tiny.llama(), tiny.answers(tmp_path, 4)
-    run = tiny.trainer(
-        tmp_path, tiny.drafter_for(target), target, data, max_steps=1, logging_steps=1, num_anchors=50
-    )
+    run = tiny.trainer(tmp_path, tiny.drafter_for(target), target, data, max_steps=1, logging_steps=1, num_anchors=50)
     seen = []
     run.drafter.register_forward_hook(lambda module, args, output: seen.append(output))
     run.train()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from ..cpu import optimize_for_cpu
 from .common import bad_input_exits, err, load_target, parse_dtype, print_json
 
 
-def data(  # noqa: PLR0913 - a command has as many parameters as options
+def data(
     target: Annotated[str, typer.Argument(help="The target: a folder or a Hub id.")],
     prompts: Annotated[
         list[Path],
@@ -26,7 +24,7 @@ def data(  # noqa: PLR0913 - a command has as many parameters as options
     ],
     out: Annotated[Path, typer.Option(help="File of answers, one JSON object a line. An existing one is added to.")],
     gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in TARGET; it is dequantised.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     temperature: Annotated[
         list[float],
@@ -63,6 +61,7 @@ def data(  # noqa: PLR0913 - a command has as many parameters as options
     Exit codes: 0 done, 2 bad input (no such file, no chat template, a file of other answers, ...).
     """
     from ..training.answers import write_answers
+    from ..training.packing import packed
     from ..training.prompts import AnswerSettings, read_prompts
 
     started = time.monotonic()
@@ -78,9 +77,10 @@ def data(  # noqa: PLR0913 - a command has as many parameters as options
             template_args=_json_object(template_args),
         )
         questions = read_prompts(prompts, limit)
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
-        torch.nn.Module.to(model, device or default_device())
-        with optimize_for_cpu(model) if pack_target and model.device.type == "cpu" else nullcontext():
+        device = device or default_device()
+        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, device))
+        torch.nn.Module.to(model, device)
+        with packed(model, wanted=pack_target):
             counts = write_answers(model, tokenizer, questions, out, settings)
     seconds = time.monotonic() - started
     err.print(
@@ -98,6 +98,17 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def target_dtype(name: str, device: str) -> torch.dtype:
+    """Dtype of a target that runs on `device`; `auto` is fp32 on a CPU, bf16 elsewhere.
+
+    Raises:
+        ValueError: Unknown name.
+    """
+    if name == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return parse_dtype(name)
+
+
 def _json_object(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
@@ -107,4 +118,4 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-__all__ = ["data", "default_device"]
+__all__ = ["data", "default_device", "target_dtype"]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .common import bad_input_exits, err, load_target, parse_dtype, print_json
-from .data import default_device
+from .common import bad_input_exits, err, load_target, print_json
+from .data import default_device, target_dtype
 
 _TARGET, _DATA, _DRAFTER, _LOSS, _STEPS, _OUTPUT = (
     "Target", "Data", "Drafter (as the target in all else)", "Loss", "Optimisation", "Output",
@@ -20,10 +20,10 @@ def _in(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-def train(  # noqa: PLR0913 - a command has as many parameters as options
+def train(
     target: Annotated[str, _in(_TARGET, "The target: a folder or a Hub id.")],
     gguf_file: Annotated[str | None, _in(_TARGET, "Name of a GGUF file in the target's folder.")] = None,
-    dtype: Annotated[str, _in(_TARGET, "The target's: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, _in(_TARGET, "The target's: fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, _in(_TARGET, "cuda or cpu. Default: cuda where there is one.")] = None,
     pack_target: Annotated[
         bool,
@@ -156,7 +156,7 @@ def train(  # noqa: PLR0913 - a command has as many parameters as options
     with bad_input_exits():
         request = _request(options)
         checkpoint = check_places(request)
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
+        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, request.config.device.type))
         torch.nn.Module.to(model, request.config.device)
         run = prepare(request, model, tokenizer, checkpoint, err)
     result = {"features": str(features)} if run is None else execute(run)

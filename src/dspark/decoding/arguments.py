@@ -15,9 +15,6 @@ from ..target import describe, unwrap
 from .record import Recorder
 from .target_cache import QUANTISED
 
-# Knobs with transformers' own names, read from the call, then from the config passed to it.
-_KNOBS = ("num_assistant_tokens", "assistant_confidence_threshold")
-
 
 def as_drafter(assistant: Any) -> DSparkDrafter | None:
     """The drafter behind an `assistant_model`: as it is, compiled, or wrapped by PEFT; None for anything else."""
@@ -80,22 +77,23 @@ def call_settings(
 ) -> SpeculationConfig:
     """Settings of one call: the call's keywords, then the config passed to it, then `drafter.speculation`.
 
-    transformers' global defaults of the same knobs (20 tokens, threshold 0.4) were made for other assistants and are
-    not looked at. `speculation=SpeculationConfig(...)` replaces the drafter's for this call.
+    None in the first two means not said. transformers' global defaults of the knobs that have its names (20 tokens,
+    threshold 0.4) were made for other assistants and are not looked at. `speculation=SpeculationConfig(...)` replaces
+    the drafter's for this call.
+
+    Raises:
+        ValueError: A value is out of range or contradicts another.
     """
     settings = kwargs.pop("speculation", None) or drafter.speculation
     if not isinstance(settings, SpeculationConfig):
         raise ValueError(f"`speculation` must be a SpeculationConfig, got {type(settings).__name__}.")
     changes = {}
-    for knob in _KNOBS:
-        value = kwargs.pop(knob, None)
-        if value is None and passed is not None:
-            value = getattr(passed, knob, None)
-        if value is not None:
-            changes[knob] = value
     for field in fields(SpeculationConfig):
-        if field.name not in _KNOBS and field.name in kwargs:
-            changes[field.name] = kwargs.pop(field.name)
+        value = kwargs.pop(field.name, None)
+        if value is None:
+            value = getattr(passed, field.name, None)
+        if value is not None:
+            changes[field.name] = value
     return replace(settings, **changes) if changes else settings
 
 

@@ -25,7 +25,10 @@ def commit(run: DecodingRun, drafts: list[list[int]], verdicts: list[RowVerdict]
         emitted, is_stopped = _until_stop(run, row, verdict)
         run.text.write(row, emitted)
         run.text.lengths[row] = start + len(emitted)
-        run.stats.add_round(num_drafted, len(drafts[b]), verdict.num_accepted)
+        accepted = min(verdict.num_accepted, len(emitted))
+        # Only a stop leaves a round without a token of the target's own; drafts behind it were not decided on.
+        verified = accepted if accepted == len(emitted) else len(drafts[b])
+        run.stats.add_round(num_drafted, verified, accepted)
         run.stats.num_new_tokens += len(emitted)
         _record(run, verdict, len(emitted))
         run.anchors[b] = emitted[-1]
@@ -64,7 +67,7 @@ def _record(run: DecodingRun, verdict: RowVerdict, count: int) -> None:
 def _record_states(run: DecodingRun, count: int) -> None:
     if run.recorder.attentions is None and run.recorder.hidden_states is None:
         return
-    weights = run.outputs.attentions or ()
+    weights = getattr(run.outputs, "attentions", None) or ()
     run.recorder.verify_pass(run.outputs, run.session.pass_slots(count), run.session.attention_widths(len(weights)))
 
 

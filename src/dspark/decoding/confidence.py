@@ -9,9 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from ..modeling_dspark import DraftBlock
 from .state import DecodingRun, Proposal
+
+logger = logging.get_logger(__name__)
+
+_NO_HEAD = "the drafter has no confidence head, so every draft is verified whatever the confidence thresholds"
 
 
 class Confidence(NamedTuple):
@@ -34,6 +39,8 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
     with run.stats.forward("drafter"):
         logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
     if logits is None:
+        run.stats.fall_back(_NO_HEAD)
+        logger.warning_once(f"dspark: {_NO_HEAD}. Output is unchanged.")
         return None
     own = logits.sigmoid()
     temperatures = run.drafter.config.confidence_temperatures

@@ -11,6 +11,7 @@ processors hold per row (prompts, memory, a cache) is dealt out to the rows firs
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as lp
@@ -39,7 +40,7 @@ def _is_stateless(processor: LogitsProcessor) -> bool:
 
 def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProcessor:
     """What serves row `row` of a batch of `num_rows` and is called with that row alone."""
-    own = copy.copy(processor)
+    own: Any = copy.copy(processor)
     if type(processor) is lp.PrefixConstrainedLogitsProcessor:
         own._prefix_allowed_tokens_fn = lambda _, prefix: processor._prefix_allowed_tokens_fn(row, prefix)
     elif type(processor) is lp.EncoderRepetitionPenaltyLogitsProcessor:
@@ -84,7 +85,7 @@ class Processors:
         self._draft_of = [LogitsProcessorList([p for p in own if _is_stateless(p)]) for own in self._target_of]
 
     def process_target(self, row: int, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `[1, V]` of one slot of `row` behind its text `prefix_ids [1, n]`, as plain decoding computes them."""
+        """Scores `[1, V]` of one slot of `row` behind its text `prefix_ids [1, n]`, as plain decoding has them."""
         return self._target_of[row](prefix_ids, logits)
 
     def process_target_rows(self, logits: torch.Tensor) -> torch.Tensor:

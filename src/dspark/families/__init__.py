@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import DraftLayer, GatedMLP, KeyValueSource, RMSNorm, Rotary
+from .base import DraftLayer, DraftRotaryEmbedding, GatedMLP, KeyValueSource, RMSNorm, Rotary
 from .gemma4 import Gemma4DraftLayer, reset_layer_scalar
 from .llama import LlamaDraftLayer
 from .qwen3 import Qwen3DraftLayer
@@ -14,4 +14,13 @@ FAMILIES: dict[str, type[DraftLayer]] = {
     "gemma4": Gemma4DraftLayer,
 }
 
-__all__ = ["FAMILIES", "DraftLayer", "GatedMLP", "KeyValueSource", "RMSNorm", "Rotary", "reset_layer_scalar"]
+__all__ = [
+    "FAMILIES",
+    "DraftLayer",
+    "DraftRotaryEmbedding",
+    "GatedMLP",
+    "KeyValueSource",
+    "RMSNorm",
+    "Rotary",
+    "reset_layer_scalar",
+]

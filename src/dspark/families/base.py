@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, eager_attention_forward, rotate_half
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,6 +40,22 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; dtype and shape stay."""
         return F.rms_norm(hidden, self.dim, self.weight, self.eps)
+
+
+class DraftRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary tables of every family; the frequencies stay float32 when the model is cast.
+
+    Rounded to bfloat16 they would be off by about two radians at position 1000, which shows as low acceptance only.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DraftRotaryEmbedding:
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
 
 class GatedMLP(nn.Module):
@@ -87,9 +103,9 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, hidden: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed, rotated) and values of `hidden [B, S, D]`, each `[B, KV, S, head_dim]`."""
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        projected = self.k_proj(hidden).view(shape)
-        values = projected if self.v_proj is None else self.v_proj(hidden).view(shape)
+        heads = (-1, self.head_dim)
+        projected = self.k_proj(hidden).unflatten(-1, heads)
+        values = projected if self.v_proj is None else self.v_proj(hidden).unflatten(-1, heads)
         keys = rotate(self.k_norm(projected).transpose(1, 2), rotary)
         return keys, self.v_norm(values).transpose(1, 2)
 
@@ -97,8 +113,8 @@ class DraftAttention(nn.Module):
         self, hidden: torch.Tensor, rotary: Rotary, context: KeyValueSource, attention_mask: Any
     ) -> torch.Tensor:
         """Attend from the block `hidden [B, q, D]` to `context` and to itself; returns `[B, q, D]`."""
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        queries = rotate(self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2), rotary)
+        queries = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        queries = rotate(self.q_norm(queries).transpose(1, 2), rotary)
         keys, values = context.extend(self.layer_idx, *self.keys_values(hidden, rotary))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(

@@ -27,7 +27,7 @@ class SequentialHead(nn.Module):
         """Markov embedding `W1[x_{k-1}]` of previous tokens `[...]` (target ids): `[..., r]`."""
         return self.markov_w1(previous_ids)
 
-    def initial_state(self, batch_size: int, *, like: torch.Tensor) -> torch.Tensor | None:
+    def initial_state(self, batch_size: int, *, like: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """State before the first slot of a block; None for heads without memory."""
         return None
 

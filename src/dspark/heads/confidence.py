@@ -1,7 +1,7 @@
 """Confidence head (paper eq. 7): how likely slot k is accepted, given that all slots before it are.
 
-It sees the slot's hidden state and, optionally, the Markov embedding of the token BEFORE the slot, never the slot's own
-token: a cut that looked at it would bias the output (paper Appendix A).
+It sees the slot's hidden state and, optionally, the Markov embedding of the token BEFORE the slot, never the slot's
+own token: a cut that looked at it would bias the output (paper Appendix A).
 """
 
 from __future__ import annotations

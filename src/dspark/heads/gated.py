@@ -21,7 +21,10 @@ class GatedMarkovHead(SequentialHead):
         self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
 
     def features(
-        self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+        self,
+        previous: torch.Tensor,
+        hidden: torch.Tensor,
+        state: torch.Tensor | None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gated embedding; see [`SequentialHead.features`]."""
         gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, previous], dim=-1)))

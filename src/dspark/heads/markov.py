@@ -11,7 +11,10 @@ class MarkovHead(SequentialHead):
     """Low-rank bigram bias."""
 
     def features(
-        self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+        self,
+        previous: torch.Tensor,
+        hidden: torch.Tensor,  # noqa: ARG002
+        state: torch.Tensor | None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The Markov embedding itself; see [`SequentialHead.features`]."""
         return previous, None

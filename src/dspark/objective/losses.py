@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 _EPSILON = 1e-6  # on the denominators, as the reference: an unsupervised batch gives 0, not NaN
 
@@ -140,8 +140,8 @@ def block_loss(
     """
     if target is None and (objective.l1 or (objective.confidence and confidence_logits is not None)):
         raise ValueError(
-            f"The objective (l1={objective.l1}, confidence={objective.confidence}) compares with the target's law, but "
-            "no target hidden states were given. Pass `target_last_hidden_states`, or use Objective(ce=1, l1=0, "
+            f"The objective (l1={objective.l1}, confidence={objective.confidence}) compares with the target's law, "
+            "but no target hidden states were given. Pass `target_last_hidden_states`, or use Objective(ce=1, l1=0, "
             "confidence=0)."
         )
     logits = logits.float()
@@ -155,9 +155,9 @@ def block_loss(
         return (values * weights).sum() / (total + _EPSILON)
 
     if objective.ce:
-        per_position = F.cross_entropy(
-            logits.flatten(0, -2), labels.clamp(min=0).flatten(), reduction="none"
-        ).view_as(labels)
+        per_position = F.cross_entropy(logits.flatten(0, -2), labels.clamp(min=0).flatten(), reduction="none").view_as(
+            labels
+        )
         ce = mean(per_position * (labels >= 0))
     if target is not None:
         distance = l1_distance(logits.softmax(-1), target)

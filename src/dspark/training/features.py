@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..borrowing import call_head
 from ..decoding.capture import HiddenStateCapture
 from ..target import describe, embedding_module, head_module, table_shape, text_config, unwrap
 
@@ -55,10 +56,7 @@ def text_decoder(target: PreTrainedModel) -> nn.Module:
 def target_logits(target: PreTrainedModel, last_hidden: torch.Tensor) -> torch.Tensor:
     """Float32 logits `[..., V]` of hidden states `[..., D_t]` after the final norm, soft-capped as the target does."""
     model = unwrap(target)
-    head = head_module(model)
-    weight = next(head.parameters())
-    dtype = weight.dtype if weight.is_floating_point() else last_hidden.dtype
-    logits = head(last_hidden.to(weight.device, dtype)).float()
+    logits = call_head(head_module(model), last_hidden).float()
     cap = getattr(text_config(model), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -46,7 +46,7 @@ class TrainRequest:
     config: TrainingConfig
     shape: DrafterShape
     gguf_file: str | None = None
-    dtype: str = "fp32"
+    dtype: str = "auto"
     start_from: str | None = None
     draft_vocab_size: int | None = None
     data: Sequence[Path] = ()

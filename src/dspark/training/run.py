@@ -6,7 +6,6 @@ Everything that can be wrong with the request is found before the first training
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,13 +13,13 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..cpu import optimize_for_cpu
 from ..modeling_dspark import DSparkDrafter
 from ..target import text_config
 from .builder import new_drafter
 from .data import AnswerDataset, read_answers
 from .features import vocabulary_rows
 from .offline import FeatureDataset
+from .packing import packed
 from .request import TrainRequest
 from .saving import environment, save_drafter
 from .shards import write_features
@@ -67,7 +66,7 @@ def prepare(
     drafter = _drafter(request, target, tokenizer, data, checkpoint)
     _say_mask(console, data, drafter)
     if request.features is not None and isinstance(data, AnswerDataset):
-        with _packed(request, target):
+        with packed(target, wanted=request.pack_target):
             write_features(
                 target,
                 data,
@@ -97,7 +96,9 @@ def execute(run: PreparedRun) -> dict[str, Any]:
     if trainer.is_world_process_zero():
         request.write()
     started = time.monotonic()
-    with _packed(request, trainer.target, is_online=isinstance(run.data, AnswerDataset)):
+    # Packed products know no autocast, and with stored features the target does not run.
+    runs_packed = request.pack_target and isinstance(run.data, AnswerDataset) and not request.config.bf16
+    with packed(trainer.target, wanted=runs_packed):
         trainer.train(resume_from_checkpoint=run.checkpoint)
     seconds = time.monotonic() - started
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -161,12 +162,6 @@ def _drafter(
         shape = replace(shape, target_layer_ids=data.target_layer_ids)
     torch.manual_seed(request.config.seed)
     return new_drafter(target, shape, tokenizer=tokenizer, target_name=request.target_name)
-
-
-def _packed(request: TrainRequest, target: PreTrainedModel, *, is_online: bool = True) -> Any:
-    """A context in which the target's linear layers are packed, where that helps: it runs, on a CPU."""
-    wanted = request.pack_target and is_online and target.device.type == "cpu" and not request.config.bf16
-    return optimize_for_cpu(target) if wanted else nullcontext()
 
 
 def _say_mask(console: Console, data: AnswerDataset | FeatureDataset, drafter: DSparkDrafter) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
+from ..borrowing import teacher_head
 from ..modeling_dspark import DSparkDrafter, DSparkTrainingOutput
 from ..objective import build_blocks, position_weights, sample_anchors
 from ..pairing import require_pair
@@ -75,7 +76,7 @@ class DSparkTrainer(Trainer):
         self.add_callback(TrainingProgress(bar=not args.disable_tqdm))
 
     def _prepare_pair(self) -> None:
-        config, target = self.drafter.config, self.target
+        target = self.target
         require_pair(target, self.drafter)
         target.eval().requires_grad_(False)
         if not hasattr(target, "hf_device_map") and self.place_model_on_device:
@@ -87,7 +88,10 @@ class DSparkTrainer(Trainer):
         for part, is_trained in ((self.drafter.embed_tokens, False), (self.drafter.lm_head, self.args.train_lm_head)):
             if part is not None:
                 part.requires_grad_(is_trained)
-        self._needs_logsumexp = config.draft_vocab_size is not None and self.drafter.objective.needs_target_law
+        # With the rows of a reduced vocabulary at hand, one V-wide pass per position replaces one per block slot.
+        teacher = teacher_head(target, self.drafter.draft_token_ids)
+        has_rows = teacher is not None and teacher.rows is not None
+        self._needs_logsumexp = has_rows and self.drafter.objective.needs_target_law
 
     # --- data -----------------------------------------------------------------------------------------------------
 
@@ -115,7 +119,8 @@ class DSparkTrainer(Trainer):
             first = (number * self.args.world_size + self.args.process_index) * self.args.train_batch_size
             self._add_anchors(batch, self.state.global_step, first)
             total += self._loss_weight(batch).to(device)
-        return batches, self.accelerator.reduce(total, "sum")
+        # A step without a single anchor has loss 0, not 0 / 0.
+        return batches, self._add_up(total).clamp(min=1e-6)
 
     def _add_anchors(self, batch: dict[str, torch.Tensor], step: int, first: int) -> None:
         """Anchors of each row, drawn from (seed, step, place in the step): padding and splitting do not matter."""
