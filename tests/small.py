@@ -37,7 +37,7 @@ def target(family: str = "qwen3", **changes: Any) -> PreTrainedModel:
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
     }  # fmt: skip
     config = getattr(transformers, config_class)(**{**sizes, **fields, **changes})
-    return shaken(getattr(transformers, model_class)(config)).eval().requires_grad_(False)
+    return shaken(getattr(transformers, model_class), config).requires_grad_(False)
 
 
 def config(family: str = "qwen3", **changes: Any) -> DSparkConfig:
@@ -59,20 +59,21 @@ def config(family: str = "qwen3", **changes: Any) -> DSparkConfig:
 
 def drafter(family: str = "qwen3", *, cls: type[DSparkDrafter] = DSparkDrafter, **changes: Any) -> DSparkDrafter:
     """A drafter with such a config; a reduced vocabulary speaks `DRAFT_IDS`."""
-    model = shaken(cls(config(family, **changes)))
+    model = shaken(cls, config(family, **changes))
     if model.draft_token_ids is not None:
         model.draft_token_ids.copy_(torch.tensor(DRAFT_IDS))
-    return model.eval()
+    return model
 
 
-def shaken(model: PreTrainedModel) -> Any:
-    """Noise on every parameter and float buffer that is stored, from a fixed seed."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
+def shaken(model_class: type[PreTrainedModel], of: Any) -> Any:
+    """A model of config `of` with noise on every parameter and float buffer that is stored; the same each time."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        model = model_class(of)
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
-                tensor.add_(0.3 * torch.randn(tensor.shape, generator=generator))
-    return model
+                tensor.add_(0.3 * torch.randn(tensor.shape))
+    return model.eval()
 
 
 def states(rows: int = 2, length: int = 9, width: int = WIDTH * len(TAPS), seed: int = 1) -> torch.Tensor:

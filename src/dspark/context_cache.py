@@ -49,9 +49,14 @@ class ContextCache:
         Args:
             keys_values: Per layer, keys and values `[B, KV, S, head_dim]` at `next_positions(S)`.
             counts: New slots per row.
+
+        Raises:
+            ValueError: `counts` does not fit the rows or the slots given; nothing is added then.
         """
         size = keys_values[0][0].shape[2]
         counts = [size] * len(self.lengths) if counts is None else list(counts)
+        if len(counts) != len(self.lengths) or not all(0 <= count <= size for count in counts):
+            raise ValueError(f"`counts` must give each of {len(self.lengths)} rows 0..{size} new slots, got {counts}.")
         for layer_idx, (keys, values) in enumerate(keys_values):
             self._write(layer_idx, keys, values)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""The pair most tests of the loop use: a tiny target with varied texts, and drafters whose accept lengths are known."""
+"""The pair most tests of the loop use: a tiny target with varied texts, and drafters of known accept lengths."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def plain(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
     return model.generate(ids, do_sample=False, **kwargs)
 
 
+def sampled(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> Any:
+    """Sampled generation."""
+    return model.generate(ids, do_sample=True, **kwargs)
+
+
 @lru_cache
 def distinct() -> tuple[torch.Tensor, list[int]]:
     """A prompt whose first 20 greedy tokens all differ, and the whole text: any of these can be declared a stop."""
@@ -92,4 +97,4 @@ def hostile(seed: int = 0, model: PreTrainedModel | None = None) -> Hostile:
     return Hostile(target() if model is None else model, seed=seed).eval()
 
 
-__all__ = ["BLOCK", "VOCAB", "distinct", "hostile", "new_target", "oracle", "plain", "prompt", "target"]
+__all__ = ["BLOCK", "VOCAB", "distinct", "hostile", "new_target", "oracle", "plain", "prompt", "sampled", "target"]

@@ -109,7 +109,12 @@ def test_the_returned_cache_goes_on(window: int | None, count: int) -> None:
 # Mixed windows, shared keys, recurrent layers without weights, and a static cache whose weights have one width.
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("Gemma 3", {}), ("Gemma 4 (shared keys)", {}), ("Qwen3-Next", {}), ("Qwen3", {"cache_implementation": "static"})],
+    [
+        ("Gemma 3", {}),
+        ("Gemma 4 (shared keys)", {}),
+        ("Qwen3-Next", {}),
+        ("Qwen3", {"cache_implementation": "static"}),
+    ],
 )
 def test_outputs_of_other_targets(name: str, extra: dict[str, Any]) -> None:
     model, inputs = zoo.new_target(name, "eager"), zoo.inputs(name, 5)
@@ -183,15 +188,16 @@ def test_sampled_outputs_are_consistent() -> None:
 def test_outputs_of_several_rows_are_refused_before_anything_runs() -> None:
     batch = torch.cat([prompt(seed=1), prompt(seed=2)])
     drafter = hostile()
+    call = {"return_dict_in_generate": True, "max_new_tokens": 4}
     for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
         with pytest.raises(ValueError, match="single row"):
-            plain(target(), batch, assistant_model=drafter, return_dict_in_generate=True, max_new_tokens=4, **{name: True})
-    out = plain(target(), batch, assistant_model=drafter, return_dict_in_generate=True, max_new_tokens=4)
+            plain(target(), batch, assistant_model=drafter, **call, **{name: True})
+    out = plain(target(), batch, assistant_model=drafter, **call)
     assert torch.equal(out.sequences, plain(target(), batch, max_new_tokens=4))
     assert out.speculation.num_rows == 2
 
 
-# --- doors ------------------------------------------------------------------------------------------------------------
+# --- doors -----------------------------------------------------------------------------------------------------------
 
 
 class Composed(DSparkGenerationMixin, Qwen3ForCausalLM):
@@ -258,7 +264,7 @@ def test_a_composed_model_holds_its_drafter_beside_its_weights() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_text_generation_pipeline_takes_a_drafter(sampled: bool) -> None:
-    ids, text = distinct()
+    ids, _ = distinct()
     words = tokenizer()
     start = words.decode(ids[0])
     encoded = words(start, return_tensors="pt").input_ids
@@ -294,7 +300,7 @@ def plain_call(**kwargs: Any) -> list[int]:
     return target().generate(**kwargs, do_sample=False, max_new_tokens=20)[0].tolist()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["num_asistant_tokens", "survival", "foo"])

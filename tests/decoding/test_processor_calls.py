@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
 
-from tests.decoding.pair import distinct, hostile, oracle, plain, prompt, target
+from tests.decoding.pair import distinct, hostile, oracle, plain, prompt, sampled, target
 from tests.scripted import CYCLE
 
 PROMPT = 6
@@ -124,9 +128,8 @@ def test_a_sampled_text_is_processed_in_order_too() -> None:
     for seed in range(2):
         torch.manual_seed(seed)
         ours = Recording()
-        out = target().generate(
-            ids, do_sample=True, max_new_tokens=COUNT, logits_processor=[ours], assistant_model=oracle(text=text)
-        )[0].tolist()
+        call = {"max_new_tokens": COUNT, "logits_processor": [ours], "assistant_model": oracle(text=text)}
+        out = sampled(target(), ids, **call)[0].tolist()
         assert [prefix[0] for prefix, _ in ours.calls] == [out[:n] for n in range(PROMPT, PROMPT + COUNT)]
 
 
@@ -158,9 +161,8 @@ def test_a_sampled_text_obeys_the_grammar() -> None:
     for seed in range(2):
         torch.manual_seed(seed)
         ours = Grammar()
-        out = target().generate(
-            ids, do_sample=True, max_new_tokens=COUNT, prefix_allowed_tokens_fn=ours, assistant_model=hostile(seed)
-        )[0].tolist()
+        call = {"max_new_tokens": COUNT, "prefix_allowed_tokens_fn": ours, "assistant_model": hostile(seed)}
+        out = sampled(target(), ids, **call)[0].tolist()
         assert all(token % 2 == 0 for token in out[PROMPT:])
         assert [prefix[1:] for prefix in ours.asked] == [out[:n] for n in range(PROMPT, PROMPT + COUNT)]
 
@@ -171,7 +173,7 @@ def test_processors_with_a_model_or_memory_inside_when_sampling(name: str) -> No
     ids, text = distinct()
     rules = {**options(), "synthid": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5], ngram_len=3)}}
     torch.manual_seed(0)
-    out = target().generate(ids, do_sample=True, max_new_tokens=COUNT, assistant_model=oracle(), **rules[name])
+    out = sampled(target(), ids, max_new_tokens=COUNT, assistant_model=oracle(), **rules[name])
     assert out.shape == (1, PROMPT + COUNT)
     assert plain(target(), ids, max_new_tokens=COUNT)[0].tolist() == text[: PROMPT + COUNT]
 

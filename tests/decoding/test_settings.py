@@ -53,7 +53,7 @@ def recorded_blocks(drafter: Any) -> list[list[int]]:
     return blocks
 
 
-# --- the cap ----------------------------------------------------------------------------------------------------------
+# --- the cap ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cap", range(1, BLOCK + 3))
@@ -84,7 +84,7 @@ def test_a_capped_proposal_is_a_prefix_of_the_full_block(cap: int) -> None:
     assert drafts == [first[0][:cap]]
 
 
-# --- the thresholds ---------------------------------------------------------------------------------------------------
+# --- the thresholds --------------------------------------------------------------------------------------------------
 
 
 def fake_run(settings: SpeculationConfig, eos: Any = ()) -> Any:
@@ -156,7 +156,7 @@ def test_thresholds_of_one_and_of_nothing(name: str) -> None:
 
 
 def test_survival_is_the_product_of_calibrated_confidences() -> None:
-    # .8 .64 .512 .41 at temperature one; a half sharpens .8 to 16/17, whose powers are .94 .886 .834 .785 .738 .695 .65
+    # .8 .64 .512 .41 at temperature one; a half sharpens .8 to 16/17: .94 .886 .834 .785 .738 .695 .654
     drafter = sure_of(0.8)
     run(drafter, survival_threshold=0.5)
     assert max(drafter.last_stats.verified) == 3
@@ -227,7 +227,7 @@ def test_settings_of_a_batch() -> None:
         assert torch.equal(got, expected)
 
 
-# --- a drafter without confidence head --------------------------------------------------------------------------------
+# --- a drafter without confidence head -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["assistant_confidence_threshold", "survival_threshold"])
@@ -244,7 +244,7 @@ def test_a_threshold_without_a_confidence_head_is_said_aloud(name: str, monkeypa
     assert "no confidence head" in warned[0]
 
 
-# --- where settings come from -----------------------------------------------------------------------------------------
+# --- where settings come from ----------------------------------------------------------------------------------------
 
 
 def settings_of(drafter: Any, config: GenerationConfig | None = None, **kwargs: Any) -> SpeculationConfig:

@@ -200,7 +200,7 @@ def test_a_callers_cache_is_left_as_plain_decoding_leaves_it() -> None:
     assert lengths == [PROMPT + 11] * 3
 
 
-# --- threads ----------------------------------------------------------------------------------------------------------
+# --- threads ---------------------------------------------------------------------------------------------------------
 
 
 def run_threads(*bodies: Any) -> list[Any]:
@@ -258,7 +258,7 @@ def test_two_threads_on_one_target_give_their_own_results(sharing: str) -> None:
     assert snapshot(target()) == before
 
 
-# --- modes ------------------------------------------------------------------------------------------------------------
+# --- modes -----------------------------------------------------------------------------------------------------------
 
 
 def test_inference_mode_and_no_grad() -> None:
@@ -297,7 +297,7 @@ def test_modes_and_gradients_are_untouched() -> None:
     assert all(bool((grad == 1).all()) for grad in grads)
 
 
-# --- the wrapper itself -----------------------------------------------------------------------------------------------
+# --- the wrapper itself ----------------------------------------------------------------------------------------------
 
 
 def test_installing_again_wraps_once() -> None:

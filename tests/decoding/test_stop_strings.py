@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from tests.decoding.pair import BLOCK, distinct, hostile, new_target, oracle, plain, prompt, target
+from tests.decoding.pair import BLOCK, distinct, hostile, new_target, oracle, plain, prompt, sampled, target
 from tests.decoding.words import tokenizer
 from tests.scripted import CYCLE
 
@@ -82,7 +82,8 @@ def test_strings_in_the_targets_own_generation_config(place: int) -> None:
     assert owner.generate(ids, **kwargs)[0].tolist() == text[: PROMPT + place + 1]
     assert owner.generation_config.stop_strings == two_tokens(place)
     # A passed config without strings leaves the target's in force, one with strings goes first.
-    for config, end in ((GenerationConfig(max_new_tokens=LENGTH), place), (GenerationConfig(stop_strings=two_tokens(5)), 5)):
+    configs = (GenerationConfig(max_new_tokens=LENGTH), GenerationConfig(stop_strings=two_tokens(5)))
+    for config, end in zip(configs, (place, 5), strict=True):
         out = owner.generate(ids, generation_config=config, tokenizer=tokenizer(), assistant_model=oracle(model=owner))
         assert out[0].tolist() == text[: PROMPT + end + 1]
 
@@ -133,9 +134,7 @@ def test_strings_when_sampling() -> None:
     strings = ["c", "g"]
     for seed in range(10):
         torch.manual_seed(seed)
-        new = target().generate(
-            ids, do_sample=True, max_new_tokens=LENGTH, stop_strings=strings, tokenizer=tokenizer(),
-            assistant_model=oracle(),
-        )[0, PROMPT:]  # fmt: skip
-        pieces = [tokenizer().decode([token]) for token in new.tolist()]
+        call = {"max_new_tokens": LENGTH, "stop_strings": strings, "tokenizer": tokenizer()}
+        out = sampled(target(), ids, assistant_model=oracle(), **call)
+        pieces = [tokenizer().decode([token]) for token in out[0, PROMPT:].tolist()]
         assert not any(letter in piece for piece in pieces[:-1] for letter in strings)

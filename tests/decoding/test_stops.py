@@ -6,8 +6,6 @@ overshoots, criteria asked about rejected tokens or asked twice, an option that 
 
 from __future__ import annotations
 
-import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from tests.decoding.pair import BLOCK, VOCAB, distinct, hostile, new_target, oracle, plain, prompt, target
+from tests.decoding.pair import BLOCK, VOCAB, distinct, hostile, new_target, oracle, plain, prompt, sampled, target
 from tests.scripted import CYCLE
 
 # Which slot is wrong: every accept length on its own, all right, and the mix.
@@ -34,7 +32,7 @@ def generate(drafter: Any, **kwargs: Any) -> list[int]:
     return target().generate(ids, do_sample=False, assistant_model=drafter, **kwargs)[0].tolist()
 
 
-# --- end of sequence --------------------------------------------------------------------------------------------------
+# --- end of sequence -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
@@ -82,11 +80,8 @@ def test_a_sampled_text_ends_at_its_eos() -> None:
     stops = list(range(0, VOCAB, 3))
     for seed in range(20):
         torch.manual_seed(seed)
-        new = (
-            target()
-            .generate(ids, do_sample=True, eos_token_id=stops, max_new_tokens=30, assistant_model=oracle())[0, PROMPT:]
-            .tolist()
-        )
+        out = sampled(target(), ids, eos_token_id=stops, max_new_tokens=30, assistant_model=oracle())
+        new = out[0, PROMPT:].tolist()
         hits = [i for i, token in enumerate(new) if token in stops]
         assert hits == [len(new) - 1] or (not hits and len(new) == 30)
 
@@ -100,7 +95,7 @@ def test_prompts_of_any_length(length: int) -> None:
         assert drafter.last_stats.num_new_tokens == 30
 
 
-# --- length and time --------------------------------------------------------------------------------------------------
+# --- length and time -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 15, 16, 17])
@@ -135,7 +130,7 @@ def test_a_users_own_length_criterion() -> None:
 @pytest.mark.parametrize("limit", [0.0, 3.5, 8.5, 12.5])
 def test_max_time_ends_at_the_token_that_passes_it(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # A clock that moves by one whenever it is read makes time a count of the tokens asked about.
-    ids, text = distinct()
+    ids, _ = distinct()
 
     class Clock:
         now = 0.0
@@ -152,7 +147,7 @@ def test_max_time_ends_at_the_token_that_passes_it(limit: float, monkeypatch: py
         assert generate(oracle(script), max_time=limit, max_new_tokens=30) == expected
 
 
-# --- criteria of the user's own ---------------------------------------------------------------------------------------
+# --- criteria of the user's own --------------------------------------------------------------------------------------
 
 
 class Recording(StoppingCriteria):
@@ -258,7 +253,7 @@ def test_an_error_in_a_criterion_comes_through() -> None:
         generate(oracle((None,)), max_new_tokens=30, stopping_criteria=[Broken()])
 
 
-# --- minimum length and forced ends -----------------------------------------------------------------------------------
+# --- minimum length and forced ends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", [(None,), (1,), CYCLE], ids=str)
@@ -286,7 +281,7 @@ def test_forced_tokens(rules: dict[str, Any], count: int) -> None:
         assert generate(drafter, **rules) == expected
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
+# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_would_end_apart_need_a_padding_rule() -> None:

@@ -25,7 +25,7 @@ def _text(name: str, model: PreTrainedModel, lengths: tuple[int, ...]) -> None:
         call = zoo.inputs(name, length)
         oracle = assert_same_text(model, call["input_ids"], 40, **call)
         seen.update(oracle.texts[0][length:])
-    assert len(seen) >= 20, "the texts repeat themselves: they would agree with any mistake"
+    assert len(seen) >= 10, "the texts repeat themselves: they would agree with any mistake"
     expected = plain(model, 24, **call)
     assert plain(model, 24, assistant_model=Hostile(model), **call).tolist() == expected.tolist()
 

@@ -16,6 +16,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -186,14 +187,15 @@ class Chance:
 def emitted_law(model: Any, assistant: Any, ids: torch.Tensor, chance: Chance, **kwargs: Any) -> TextLaw:
     """Law of the text behind prompt `ids [1, P]` that `generate` samples; plain decoding when `assistant` is None.
 
-    Ended texts are padded. `logits_processor` may be a function that makes a new list for every replay.
+    Ended texts are padded. Functions as `assistant` and `logits_processor` make new ones for every replay.
     """
     pad = model.generation_config.pad_token_id
-    make = kwargs.pop("logits_processor", None)
+    call = {"assistant_model": assistant, **kwargs}
+    makers = {name: call.pop(name) for name, value in dict(call).items() if isinstance(value, FunctionType)}
 
     def run(rows: int) -> torch.Tensor:
-        extra = {} if make is None else {"logits_processor": make() if callable(make) else make}
-        texts = model.generate(ids.expand(rows, -1), assistant_model=assistant, do_sample=True, **kwargs, **extra)
+        made = {name: make() for name, make in makers.items()}
+        texts = model.generate(ids.expand(rows, -1), do_sample=True, **call, **made)
         new = texts[:, ids.shape[1] :]
         return torch.nn.functional.pad(new, (0, max(chance.horizon - new.shape[1], 0)), value=pad)
 

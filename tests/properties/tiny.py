@@ -71,7 +71,9 @@ def constant_pair(target_law: list[float], draft_law: list[float], block_size: i
 
 
 @lru_cache
-def close_pair(vocab: int = 12, noise: float = 0.5, seed: int = 0, **overrides: Any) -> tuple[LlamaForCausalLM, Any]:
+def close_pair(
+    vocab: int = 12, *, noise: float = 0.5, attention: float = 0.05, seed: int = 0, **overrides: Any
+) -> tuple[LlamaForCausalLM, Any]:
     """A target and a drafter whose law is a disturbed copy of the target's, so most drafts stay though none is sure.
 
     The Markov head holds the target's logits behind each single token; the target's attention adds what it misses.
@@ -81,7 +83,7 @@ def close_pair(vocab: int = 12, noise: float = 0.5, seed: int = 0, **overrides: 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.05)
+            layer.self_attn.o_proj.weight.mul_(attention)
         after_each = model(torch.arange(vocab)[:, None]).logits[:, -1]
         made.norm.weight.zero_()  # base logits of 0
         made.markov_head.markov_w1.weight.copy_(after_each + noise * torch.randn(vocab, vocab, generator=generator))

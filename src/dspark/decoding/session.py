@@ -240,6 +240,7 @@ class TargetSession:
         for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             if self.kwargs.get(name) is not None:
                 self.kwargs[name] = self.kwargs[name][index]
+        self._compact()  # the longest row may have been the only one without holes
 
     def settle(self, text_ids: torch.Tensor, generated: int) -> None:
         """Bring a recurrent state up to the text, so that the cache is as plain decoding leaves it.

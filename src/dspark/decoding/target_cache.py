@@ -102,7 +102,8 @@ def _check_layers(cache: Cache, layers: list[Any], *, max_length: int) -> None:
     for layer in layers:
         if type(layer) not in _KNOWN:
             raise ValueError(f"Cache layers of type {type(layer).__name__} cannot be rolled back. {_WAY_OUT}")
-        if type(layer) is StaticSlidingWindowLayer and max_length > layer.max_cache_len:
+        # The last token is never forwarded, so it needs no slot.
+        if type(layer) is StaticSlidingWindowLayer and max_length - 1 > layer.max_cache_len:
             raise ValueError(
                 f"A static sliding-window layer of {layer.max_cache_len} slots loses what it evicts, and this call may "
                 f"reach {max_length} tokens, so rejected drafts could not be rolled back. {_WAY_OUT}"
