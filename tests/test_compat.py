@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -55,9 +56,14 @@ def test_install_twice_wraps_once() -> None:
 def test_plain_generate_is_handed_through_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same arguments, same objects, whatever they are; also when another kind of assistant is named."""
     calls = []
-    monkeypatch.setattr(
-        GenerationMixin, "generate", lambda self, *args, **kwargs: calls.append((self, args, kwargs)) or "result"
-    )
+    original = GenerationMixin.generate._dspark_original
+
+    @functools.wraps(original)
+    def record(self: object, *args: object, **kwargs: object) -> str:
+        calls.append((self, args, kwargs))
+        return "result"
+
+    monkeypatch.setattr(GenerationMixin, "generate", record)
     install()
     model, ids, other = zoo.target("Llama"), zoo.prompt(3), object()
     assert model.generate(ids, assistant_model=other, num_beams=2) == "result"

@@ -17,8 +17,8 @@ from dspark.configuration_dspark import Family, MarkovHeadType
 from dspark.families import FAMILIES
 from dspark.heads import SEQUENTIAL_HEADS
 
-SOURCE = Path(dspark.__file__).parent
-CONVERSION = Path(dspark.conversion.__file__).parent
+SOURCE = Path(dspark.__file__).resolve().parent
+CONVERSION = Path(dspark.conversion.__file__).resolve().parent
 # What each package may import of ours, besides itself. "modeling" stands for the single files beside the packages.
 MAY_IMPORT: dict[str, set[str]] = {
     "ops": set(),

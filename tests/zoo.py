@@ -256,7 +256,7 @@ def new_target(name: str, attention: str | None = None, **changes: Any) -> PreTr
             if parameter.dim() > 1:
                 is_embedding = any(part in key for part in ("emb", "wte", "wpe"))
                 parameter.mul_(spec.embedding_scale if is_embedding else spec.scale)
-    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.generation_config = GenerationConfig()  # no pad token: plain generate would mask it in a prompt
     return model.eval()
 
 

@@ -96,9 +96,10 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
 
     The plain weights are freed, one layer at a time. A matrix that is also an embedding (a tied LM head) is packed as
     a second copy, counted in `handle.extra_bytes`. Layers already packed stay with the handle that packed them. While
-    packed, `state_dict()` and `save_pretrained` give the plain weights (a full copy while it is held);
-    `load_state_dict`, moving, casting, compiling, deep-copying and pickling the model and gradients of packed weights
-    are errors; gradients pass through packed layers of a frozen model.
+    packed, `state_dict()` and `save_pretrained` give the plain weights (a full copy while it is held), gradients pass
+    through the layers of a frozen model, and errors are: `load_state_dict`, moving, casting, deep-copying and pickling
+    the model, autocast, gradients of packed weights. `torch.compile` leaves packed layers out of its graphs. With a
+    single thread the cost per call can outweigh the gain for one token at a time: measure before packing.
 
     Args:
         model: A `PreTrainedModel` on the CPU, bare or wrapped (PEFT). `Conv1D` layers (GPT-2) are left alone.

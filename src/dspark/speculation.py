@@ -40,7 +40,7 @@ class SpeculationConfig:
             )
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
                 raise ValueError(f"`{field}` must be a number in [0, 1], got {value!r}. 0 turns it off.")
 
 

@@ -47,6 +47,10 @@ def _cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=text_config(model))
 
 
+def _num_hooks(model: PreTrainedModel) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 def _spy(model: PreTrainedModel, text: list[int], **call: Any) -> Spy:
     torch.manual_seed(0)
     spy = Spy(model, [text], CYCLE)
@@ -94,8 +98,8 @@ def test_a_static_cache_of_the_callers_goes_on_afterwards() -> None:
 def test_a_static_sliding_cache_is_exact_inside_the_window() -> None:
     model, ids = zoo.new_target(SLIDING, sliding_window=40), zoo.prompt(9)
     assert_same_text(model, ids, 24, input_ids=ids, cache_implementation="static")
-    with refused(model, "static sliding-window layer of 40 slots", "41 tokens", "default cache"):
-        plain(model, 32, input_ids=ids, cache_implementation="static", assistant_model=Hostile(model))
+    with refused(model, "static sliding-window layer of 40 slots", "42 tokens", "default cache"):
+        plain(model, 33, input_ids=ids, cache_implementation="static", assistant_model=Hostile(model))
 
 
 class _QuantizedSomehow(DynamicLayer):
@@ -249,24 +253,28 @@ def test_the_last_position_is_reached_and_not_passed(name: str, length: int, new
 def test_rotary_positions_go_past_the_configs_limit() -> None:
     model, ids = zoo.new_target(FULL, max_position_embeddings=40), zoo.prompt(30)
     oracle = assert_same_text(model, ids, 24, input_ids=ids)
-    assert oracle.last_stats.drafted[-1] == 7
+    assert oracle.last_stats.drafted[-2] == 7
 
 
 # --- the drafter's context, round by round ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [FULL, SLIDING, RECURRENT, "GPT-2", "Gemma 4 (shared keys)"])
-def test_the_context_equals_a_stateless_one_over_100_rounds(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_rounds"),
+    [(FULL, 100), (SLIDING, 30), (RECURRENT, 30), ("GPT-2", 30), ("Gemma 4 (shared keys)", 30)],
+)
+def test_the_context_equals_a_stateless_one_in_every_round(name: str, num_rounds: int) -> None:
     """Positions 0..n-1 once each, from all hidden states before the anchor; the first round has the whole prompt."""
     model, ids = zoo.target(name), zoo.prompt(9)
-    new = 240 if name == "GPT-2" else 400
-    text = plain(model, new, input_ids=ids)[0].tolist()
+    text = plain(model, 5 * num_rounds, input_ids=ids)[0].tolist()
     spy = _spy(model, text, input_ids=ids)
-    assert len(spy.rounds) >= (60 if name == "GPT-2" else 100)
+    assert len(spy.rounds) >= num_rounds
     assert spy.rounds[0][1] == 9
-    expected = [9]
-    for accepted in spy.last_stats.accepted[: len(spy.rounds) - 1]:
-        expected.append(expected[-1] + accepted + 1)
+    starts = [9]
+    for accepted in spy.last_stats.accepted:
+        starts.append(starts[-1] + accepted + 1)
+    # Rounds without drafts (a recurrent state catches up, the end of the budget) have no block.
+    expected = [start for start, drafted in zip(starts, spy.last_stats.drafted, strict=False) if drafted]
     assert [start for _, start, _, _ in spy.rounds] == expected
     assert [anchor for anchor, _, _, _ in spy.rounds] == [text[start] for start in expected]
     stateless = DSparkDrafter(spy.config).eval()
@@ -285,8 +293,11 @@ def test_captured_states_are_the_hidden_states(name: str) -> None:
     """Layer l is `hidden_states[l + 1]`, -1 the embeddings, and nothing is left on the model."""
     model, call, taken = zoo.target(name), zoo.inputs(name, 20), []
     layers = list(range(-1, text_config(model).num_hidden_layers - 1))
+    with torch.no_grad():
+        model(**call, output_hidden_states=True)  # transformers leaves hooks of its own
+    before = _num_hooks(model)
     with torch.no_grad(), HiddenStateCapture(model, layers) as capture:
         outputs = capture.run(lambda: model(**call, output_hidden_states=True), taken.append)
     expected = torch.cat([outputs.hidden_states[i + 1] for i in layers], dim=-1)
     assert torch.equal(taken[0], expected)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert _num_hooks(model) == before

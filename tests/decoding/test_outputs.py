@@ -263,17 +263,18 @@ def test_a_composed_model_holds_its_drafter_beside_its_weights() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_text_generation_pipeline_takes_a_drafter(sampled: bool) -> None:
+@pytest.mark.parametrize("ids_agree", [True, False])
+def test_the_text_generation_pipeline_takes_a_drafter(sampled: bool, ids_agree: bool) -> None:
     ids, _ = distinct()
     words = tokenizer()
     start = words.decode(ids[0])
     encoded = words(start, return_tensors="pt").input_ids
     expected = plain(target(), encoded, max_new_tokens=12)[0].tolist()
-    drafter = oracle(text=expected)
     # transformers compares special tokens of both configs and asks for a tokenizer where they differ.
-    pipe = pipeline(
-        "text-generation", model=target(), tokenizer=words, assistant_model=drafter, assistant_tokenizer=words
-    )
+    special = {"pad_token_id": 0} if ids_agree else {}
+    drafter = Oracle(target(), [expected], **special).eval()
+    extra = {} if ids_agree else {"assistant_tokenizer": words}
+    pipe = pipeline("text-generation", model=target(), tokenizer=words, assistant_model=drafter, **extra)
     result = pipe(start, max_new_tokens=12, do_sample=sampled)[0]["generated_text"]
     assert drafter.last_stats.num_new_tokens == 12
     assert sampled or result == words.decode(expected)
@@ -327,6 +328,7 @@ REFUSED = {
     "use_mtp": {"use_mtp": True},
     "assistant_early_exit": {"assistant_early_exit": 2},
     "speculation_type": {"speculation_type": "dflash"},
+    "assistant_ensemble_weight": {"assistant_ensemble_weight": 0.5},
     "use_cache": {"use_cache": False},
     "synced_gpus": {"synced_gpus": True},
     "token_healing": {"token_healing": True, "tokenizer": tokenizer()},

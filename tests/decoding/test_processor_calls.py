@@ -73,6 +73,15 @@ def test_greedy_text_is_that_of_plain_decoding(name: str) -> None:
         assert torch.equal(got, expected), type(drafter).__name__
 
 
+@pytest.mark.parametrize("rules", [{"forced_bos_token_id": 7}, {"begin_suppress_tokens": [55]}], ids=str)
+def test_rules_for_the_first_token_of_a_one_token_prompt(rules: dict[str, Any]) -> None:
+    ids = torch.tensor([[10]])
+    expected = plain(target(), ids, max_new_tokens=12, **rules)
+    assert "forced_bos_token_id" not in rules or expected[0, 1] == 7
+    for drafter in drafters(expected[0].tolist()):
+        assert torch.equal(plain(target(), ids, max_new_tokens=12, assistant_model=drafter, **rules), expected)
+
+
 def test_the_options_change_the_text() -> None:
     # Else equality above would prove nothing. Three change scores, but no greedy choice of this target.
     ids, _ = distinct()

@@ -72,6 +72,7 @@ def test_strings_in_a_generation_config(place: int) -> None:
     assert config.to_dict() == before
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("place", [0, 3, 7, 8])
 def test_strings_in_the_targets_own_generation_config(place: int) -> None:
     ids, text = distinct()

@@ -4,7 +4,7 @@ The loop draws with `torch.multinomial` (first tokens, drafts, bonus tokens) and
 tokens). `Chance` stands in for both: every draw becomes a branch with the probability the code itself gave it, and
 `generate` is replayed once per leaf of the tree, many leaves at a time as rows of one batch. An acceptance uniform is
 compared by the code under test, `u * a < b`, so it is replaced by an object that turns the comparison into a branch
-at `b / a`; a uniform of exactly 0 is a branch of its own where it decides otherwise, of probability 2^-53 as in float64.
+at `b / a`; a uniform of exactly 0 is a branch of its own where it decides otherwise, of probability 2^-53 (float64).
 
 The loop's own functions run unchanged. Three are wrapped to know whose draw a single-row draw is, and to end a row
 once its first `horizon` tokens are there.

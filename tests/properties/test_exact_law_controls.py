@@ -1,4 +1,4 @@
-"""Deliberately wrong rules, put into the real loop: the check of `test_exact_law.py` must fail on every one of them."""
+"""Deliberately wrong rules in the real loop: the check of `test_exact_law.py` must fail on every one of them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_acceptance_holds_with_a_drafter_that_knows_the_target(monkeypatch):
 
 
 def test_a_trained_drafter_keeps_its_acceptance():
-    """This one was trained on short texts and weakens with length by itself, so it is held to its own unpenalised run."""
+    """Trained on short texts it weakens with length by itself, so it is held to its own run without a penalty."""
     model, assistant = common.target("targets/qwen3_a"), common.drafter("qwen3_vanilla_confmk")
     prompts = common.read("traces", "qwen3_vanilla_confmk")["prompts"][:3]
     late: dict[float, list[int]] = {1.0: [], PENALTY: []}
@@ -58,5 +58,3 @@ def test_a_trained_drafter_keeps_its_acceptance():
             lengths += [n for start, n in rounds if start >= TOKENS - SPAN]
     assert mean(late[PENALTY]) > 0.75 * mean(late[1.0])
     assert mean(late[PENALTY]) > 1.25
-
-

@@ -124,6 +124,11 @@ def check_mode(
                 f"DSpark drafter cannot speed up (target {name}). Use greedy decoding or sampling, or leave "
                 "`assistant_model` out."
             )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight={generation_config.assistant_ensemble_weight}` mixes the drafter's law into the "
+            f"text, and decoding with a DSpark drafter always keeps the target's ({name}). Leave it out."
+        )
     if generation_config.use_cache is False:
         raise ValueError(f"A drafter needs the target's cache, got `use_cache=False` (target {name}). Leave it on.")
     if target.config.is_encoder_decoder:

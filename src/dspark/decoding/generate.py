@@ -197,15 +197,9 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     sequences = finished_sequences(run, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
-    return SpeculativeOutput(
-        sequences=sequences,
-        scores=recorder.scores,
-        logits=recorder.logits,
-        attentions=recorder.attentions,
-        hidden_states=recorder.hidden_states,
-        speculation=stats,
-        **{output_cache_field(): cache if batch == 1 else None},  # of several rows it has holes
-    )
+    returned = recorder.outputs()
+    returned[output_cache_field()] = cache if batch == 1 else None  # of several rows it has holes
+    return SpeculativeOutput(sequences=sequences, speculation=stats, **returned)  # type: ignore[arg-type]
 
 
 def _extra_width(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:

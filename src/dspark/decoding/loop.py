@@ -28,7 +28,8 @@ def decode_round(run: DecodingRun) -> None:
     """One round: context, draft, propose, confidence, schedule, verify, commit."""
     step = run.stats.step
     limits = run.max_drafts()
-    proposal, drafts = None, [[] for _ in run.rows]
+    proposal = None
+    drafts: list[list[int]] = [[] for _ in run.rows]
     if max(limits) > 0:
         with step("context"):
             extend_context(run)

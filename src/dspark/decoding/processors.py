@@ -41,25 +41,29 @@ def _is_stateless(processor: LogitsProcessor) -> bool:
 def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProcessor:
     """What serves row `row` of a batch of `num_rows` and is called with that row alone."""
     own: Any = copy.copy(processor)
-    if type(processor) is lp.PrefixConstrainedLogitsProcessor:
-        own._prefix_allowed_tokens_fn = lambda _, prefix: processor._prefix_allowed_tokens_fn(row, prefix)
-    elif type(processor) is lp.EncoderRepetitionPenaltyLogitsProcessor:
-        own.encoder_input_ids = _row_of(processor.encoder_input_ids, row, num_rows)
-    elif type(processor) is lp.EncoderNoRepeatNGramLogitsProcessor:
-        own.generated_ngrams = [processor.generated_ngrams[row * processor.batch_size // num_rows]]
-        own.batch_size = 1
-    elif type(processor) is lp.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+    kind = type(processor)
+    if kind is lp.PrefixConstrainedLogitsProcessor:
+        # "Beams" are also the sequences of one prompt, which the caller's function knows by one number.
+        allowed, prompt = own._prefix_allowed_tokens_fn, row // own._num_beams
+        own._prefix_allowed_tokens_fn, own._num_beams = lambda _, prefix: allowed(prompt, prefix), 1
+    elif kind is lp.RepetitionPenaltyLogitsProcessor and isinstance(own.prompt_ignore_length, torch.Tensor):
+        own.prompt_ignore_length = _row_of(own.prompt_ignore_length, row, num_rows)
+    elif kind is lp.EncoderRepetitionPenaltyLogitsProcessor:
+        own.encoder_input_ids = _row_of(own.encoder_input_ids, row, num_rows)
+    elif kind is lp.EncoderNoRepeatNGramLogitsProcessor:
+        own.generated_ngrams, own.batch_size = [own.generated_ngrams[row * own.batch_size // num_rows]], 1
+    elif kind is lp.UnbatchedClassifierFreeGuidanceLogitsProcessor:
         own.unconditional_context = {
             name: _row_of(value, row, num_rows) if isinstance(value, torch.Tensor) else value
-            for name, value in processor.unconditional_context.items()
+            for name, value in own.unconditional_context.items()
         }
-    elif type(processor) is not lp.SynthIDTextWatermarkLogitsProcessor:  # a copy has a memory of its own
+    elif kind is not lp.SynthIDTextWatermarkLogitsProcessor:  # a copy has a memory of its own
         return processor
     return own
 
 
 def _row_of(values: torch.Tensor, row: int, num_rows: int) -> torch.Tensor:
-    """The entry `[1, n]` of `values [N, n]` for one row; a row of several may share one (`num_return_sequences`)."""
+    """The entry `[1, ...]` of `values [N, ...]` for one row; sequences of one prompt may share an entry."""
     index = row * values.shape[0] // num_rows
     return values[index : index + 1]
 

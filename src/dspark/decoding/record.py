@@ -50,6 +50,10 @@ class Recorder:
         if self.streamer is not None:
             self.streamer.put(torch.tensor([token]))
 
+    def outputs(self) -> dict[str, Any]:
+        """What was kept, by the field names of transformers' output."""
+        return {name: getattr(self, name) for name in ("scores", "logits", "attentions", "hidden_states")}
+
     def prompt_pass(self, outputs: Any) -> None:
         """Attentions and hidden states of the prompt's pass, as they are."""
         if self.attentions is not None:

@@ -13,7 +13,9 @@ from .confidence import Confidence
 from .state import DecodingRun, Proposal
 
 
-def schedule(run: DecodingRun, proposal: Proposal, confidence: Confidence | None, limits: list[int]) -> list[list[int]]:
+def schedule(
+    run: DecodingRun, proposal: Proposal, confidence: Confidence | None, limits: list[int]
+) -> list[list[int]]:
     """Drafts to verify, per live row.
 
     Args:
@@ -22,22 +24,24 @@ def schedule(run: DecodingRun, proposal: Proposal, confidence: Confidence | None
         confidence: Scores, or None.
         limits: Most drafts per row (`DecodingRun.max_drafts`).
     """
-    lengths = [list(row) for row in _confident(run, confidence)] if confidence is not None else None
+    lengths = limits
+    if confidence is not None:
+        lengths = [min(pair) for pair in zip(limits, _confident(run, confidence), strict=True)]
     drafts = []
-    for b, tokens in enumerate(proposal.token_ids.tolist()):
-        length = limits[b] if lengths is None else min(limits[b], lengths[b][0])
+    for tokens, length in zip(proposal.token_ids.tolist(), lengths, strict=True):
         tokens = tokens[:length]
         end = run.stop_rules.first_eos(tokens)
         drafts.append(tokens if end is None else tokens[: end + 1])
     return drafts
 
 
-def _confident(run: DecodingRun, confidence: Confidence) -> list[list[int]]:
+def _confident(run: DecodingRun, confidence: Confidence) -> list[int]:
+    """Slots of each row before the first that is below a threshold."""
     settings = run.settings
     passes = (confidence.own >= settings.assistant_confidence_threshold) & (
         confidence.survival >= settings.survival_threshold
     )
-    return passes.int().cumprod(-1).sum(-1, keepdim=True).tolist()
+    return passes.int().cumprod(-1).sum(-1).tolist()
 
 
 def pad_drafts(drafts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,7 +50,7 @@ class TargetSession:
         self._base: torch.Tensor | None = None  # position of each row's last prompt token, [..., B, 1]
         self._cached = 0  # slots in the cache, W
         self._ahead = 1  # position of the furthest row's anchor, counted from its last prompt token
-        self._max_hole_share = 0.0 if counts_slots(target) else _MAX_HOLE_SHARE
+        self._allows_holes = not counts_slots(target)
         self._keeps_mask = False  # whether the forward was given a mask, though nothing is masked
         self._pass_tokens: list[list[int]] = []
         self._pass_width = 0
@@ -274,7 +274,7 @@ class TargetSession:
             return
         valid = self._mask.sum(-1)
         width = int(valid.max())
-        if self._cached - width <= self._max_hole_share * self._cached:
+        if self._allows_holes and self._cached - width <= _MAX_HOLE_SHARE * self._cached:
             return
         # A stable sort moves holes to the left and keeps the order of the rest.
         order = self._mask.argsort(dim=-1, stable=True)[:, -width:]

@@ -37,8 +37,8 @@ class StopRules:
             names = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
             raise ValueError(
                 f"{names} may stop the {batch_size} rows of the batch at different lengths, and without an "
-                "`eos_token_id` plain decoding goes on writing behind a row's end until all rows have stopped, which a "
-                "drafter does not do. Set `eos_token_id` and `pad_token_id`, or generate row by row."
+                "`eos_token_id` plain decoding goes on writing behind a row's end until all rows have stopped, which "
+                "a drafter does not do. Set `eos_token_id` and `pad_token_id`, or generate row by row."
             )
 
     def first_eos(self, tokens: list[int]) -> int | None:
