@@ -71,7 +71,9 @@ class Oracle(Forced):
         wrong: Slot that is wrong in round 0, 1, ..., cycled; None: all right. A list of lists gives one per row.
     """
 
-    def __init__(self, target: PreTrainedModel, texts: list[list[int]], wrong: Any = (None,), **overrides: Any) -> None:
+    def __init__(
+        self, target: PreTrainedModel, texts: list[list[int]], wrong: Any = (None,), **overrides: Any
+    ) -> None:
         super().__init__(drafter_config(target, markov_rank=0, **overrides))
         self.texts = texts
         per_row = wrong if any(isinstance(w, list | tuple) for w in wrong) else [wrong] * len(texts)

@@ -149,7 +149,7 @@ def test_drafter_and_target_may_have_different_dtypes(storage, heads, dtypes) ->
     close = {"atol": 0.12, "rtol": 0.05}  # two layers of bfloat16, 2^-8 each product
     torch.testing.assert_close(out.logits[:, 0].float(), expected.logits[:, 0], **close)
     gap = out.confidence_logits[:, 0].sigmoid() - expected.confidence_logits[:, 0].sigmoid()
-    assert gap.abs().max() < (2e-2 if ours is torch.bfloat16 else 5e-3)
+    assert gap.abs().max() < (2e-2 if ours is torch.bfloat16 else 1e-2)
     loss = model.train()(
         **{key: value.to(theirs) if key.endswith("states") else value for key, value in train_batch().items()}
     ).loss

@@ -20,7 +20,6 @@ from tests.packing import IDS, assert_same, greedy, snapshot, target
 def test_what_would_miss_the_blocks_is_refused_and_changes_nothing() -> None:
     model = target()
     before = snapshot(model)
-
     with optimize_for_cpu(model):
         weight = model.lm_head.weight
         attempts = {

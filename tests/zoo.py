@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel
 
 VOCAB = 96
@@ -200,9 +201,7 @@ TARGETS: dict[str, Target] = {
         "Gemma4ForConditionalGeneration", _GEMMA_4_SHARED, {"vision_config": None, "audio_config": None}
     ),
     "GPT-OSS": Target("GptOssForCausalLM", {**_SLIDING, **_MOE}, attention=("eager",)),
-    "Qwen3-Next": Target(
-        "Qwen3NextForCausalLM", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}, scale=3.0
-    ),
+    "Qwen3-Next": Target("Qwen3NextForCausalLM", {**_DELTA, **_MOE, "shared_expert_intermediate_size": 16}, scale=3.0),
     "Qwen3.5": Target("Qwen3_5ForCausalLM", _DELTA, scale=3.0),
     "OLMo hybrid": Target("OlmoHybridForCausalLM", _DELTA, embedding_scale=1.0),
     "LFM2": Target("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 2}, scale=3.0),
@@ -219,9 +218,15 @@ TARGETS: dict[str, Target] = {
     "Jamba": Target(
         "JambaForCausalLM",
         {
-            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-            "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
-        },  # fmt: skip
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
         scale=3.0,
     ),
     "RecurrentGemma": Target(
@@ -278,14 +283,14 @@ def inputs(name: str, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids} if images is None or length < 12 else images(ids)
 
 
-EXACT, REFUSED, NOT_OFFERED = "exact", "refused", "-"
+EXACT, REFUSED, NOT_OFFERED = "exact", "refused", "not offered"
 COLUMNS = {
-    "greedy": "greedy text, attention as loaded by default",
-    "eager attention": "the same with `attn_implementation='eager'`",
+    "sdpa": "text of the default attention",
+    "eager": "text of `attn_implementation='eager'`",
     "left padding": "a prompt behind padding",
     "chunked prefill": "`prefill_chunk_size`",
     "inputs_embeds": "a prompt given as embeddings only",
-    "own cache": "the caller's half-filled `DynamicCache`, and going on with it",
+    "own cache": "a half-filled cache of the caller's, used again afterwards",
     "static cache": "`cache_implementation='static'`",
     "batch": "several rows, left-padded",
 }
@@ -293,27 +298,115 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What happens in one column."""
+    """What happens to one target in one column.
+
+    Attributes:
+        verdict: `EXACT`: ids of plain generate; `REFUSED`: ValueError before any pass; `NOT_OFFERED`: plain generate
+            itself fails.
+        reason: Why it is not exact, for the table.
+        says: What the refusal says.
+        plain_fails_before: Plain generate fails in transformers before this version.
+    """
 
     verdict: str = EXACT
     reason: str = ""
     says: str = ""
-    absent: str | None = None
+    plain_fails_before: str = ""
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the cell cannot be tested under this transformers, or None."""
+        found, needed = transformers.__version__, self.plain_fails_before
+        if not needed or Version(found) >= Version(needed):
+            return None
+        return f"plain generate itself fails here in transformers {found}, before {needed}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A family of targets and what a drafter does for it."""
+    """A family of targets and what a drafter does for it; columns not named in `differences` are exact."""
 
     target: str
     differences: dict[str, Cell] = field(default_factory=dict)
 
+    @property
     def cells(self) -> dict[str, Cell]:
+        """Every column's cell."""
         return {column: self.differences.get(column, Cell()) for column in COLUMNS}
 
 
-SUPPORT = [Row(name) for name in TARGETS]
+def _refused(reason: str, says: str, *columns: str) -> dict[str, Cell]:
+    return {column: Cell(REFUSED, reason, says) for column in columns or COLUMNS}
 
 
-def row(name):
-    return next(r for r in SUPPORT if r.target == name)
+def _not_offered(reason: str, *columns: str) -> dict[str, Cell]:
+    return {column: Cell(NOT_OFFERED, reason) for column in columns}
+
+
+_EAGER_ONLY = _not_offered("the class has eager attention only", "sdpa")
+_NO_EMBEDS = _not_offered("plain generate takes no embeddings for it", "inputs_embeds")
+_NO_CHUNKS = _not_offered("plain generate cannot read its prompt in chunks", "chunked prefill")
+_ONE_ROW = _refused("rows of a batch need full-attention layers", "Batches of 4 rows", "batch")
+_WINDOWED = {
+    **_ONE_ROW,
+    **_refused(
+        "a static window loses what it evicts (exact while the text fits into the window)",
+        "static sliding-window layer",
+        "static cache",
+    ),
+}
+_LATE_CHUNKS = {"chunked prefill": Cell(plain_fails_before="5.24")}
+_NO_CARRY = _refused("a pass over several tokens starts from an empty recurrent state", "from an empty state")
+_OUTSIDE = _refused("its state is kept outside transformers' caches", "without a drafter")
+_DIFFERENCES: dict[str, dict[str, Cell]] = {
+    "Bloom (ALiBi)": _EAGER_ONLY,
+    "MPT (ALiBi)": _EAGER_ONLY,
+    "Falcon (ALiBi)": _not_offered("plain generate fails on it", "static cache"),
+    "Qwen2.5-VL": _LATE_CHUNKS,
+    "Qwen3-VL": _LATE_CHUNKS,
+    "Mistral": _WINDOWED,
+    "Gemma 2": {**_WINDOWED, **_EAGER_ONLY},
+    "Gemma 3": _WINDOWED,
+    "Gemma 3 (images)": {**_WINDOWED, **_NO_EMBEDS},
+    "Gemma 4": _WINDOWED,
+    "Gemma 4 (shared keys)": _WINDOWED,
+    "Gemma 4 (multimodal, text)": {**_WINDOWED, **_NO_EMBEDS},
+    "GPT-OSS": {**_WINDOWED, **_EAGER_ONLY},
+    "Qwen3-Next": _ONE_ROW,
+    "Qwen3.5": _ONE_ROW,
+    "OLMo hybrid": _ONE_ROW,
+    "LFM2": _ONE_ROW,
+    "Falcon-H1": {
+        **_ONE_ROW,
+        **_NO_EMBEDS,
+        **_refused("layers with a static and a recurrent part", "StaticFullAttentionLayer", "static cache"),
+    },
+    "Mamba 2": {**_ONE_ROW, **_EAGER_ONLY, **_NO_CHUNKS},
+    "Mamba": {**_NO_CARRY, **_EAGER_ONLY, **_NO_CHUNKS},
+    "Jamba": _NO_CARRY,
+    "RecurrentGemma": {**_OUTSIDE, **_EAGER_ONLY, **_NO_CHUNKS},
+    "RWKV": {**_OUTSIDE, **_EAGER_ONLY, **_NO_CHUNKS},
+}
+SUPPORT = [Row(name, _DIFFERENCES.get(name, {})) for name in TARGETS]
+_SIGNS = {EXACT: "exact", REFUSED: "refused", NOT_OFFERED: "–"}
+
+
+def markdown() -> str:
+    """`SUPPORT` as a Markdown table with the reasons below."""
+    reasons: list[str] = []
+    lines = ["| target | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row in SUPPORT:
+        signs = []
+        for cell in row.cells.values():
+            reason = cell.reason or (cell.plain_fails_before and f"from transformers {cell.plain_fails_before} on")
+            if reason and reason not in reasons:
+                reasons.append(reason)
+            signs.append(_SIGNS[cell.verdict] + (f" ({reasons.index(reason) + 1})" if reason else ""))
+        lines.append(f"| {row.target} | " + " | ".join(signs) + " |")
+    columns = "; ".join(f"*{column}*: {meaning}" for column, meaning in COLUMNS.items())
+    notes = [f"({number}) {reason}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", f'{columns}. "–": plain generate does not offer it.', "", *notes])
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -24,4 +24,3 @@ __all__ = [
     "__version__",
     "optimize_for_cpu",
 ]
-

@@ -13,7 +13,6 @@ from typing import Any
 from transformers import cache_utils
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
-
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
@@ -21,7 +20,7 @@ def cache_name(target: Any) -> str:
     """Keyword under which the target's forward takes its cache: `cache` since 5.24, `past_key_values` before, or
     `cache_params` for Mamba.
 
-    Hard-coding `cache` would be swallowed by `**kwargs` before 5.24: an empty cache and wrong logits, without an error.
+    Hard-coding `cache` is swallowed by `**kwargs` before 5.24: an empty cache and wrong logits, without an error.
     """
     parameters = inspect.signature(type(target).forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
@@ -72,7 +71,8 @@ def check_generation_hooks() -> None:
 
             raise ImportError(
                 f"dspark decodes through `GenerationMixin.{name}({', '.join(parameters)})`, but transformers "
-                f"{transformers.__version__} has {'no such method' if hook is None else 'lost ' + ', '.join(missing)}. "
+                f"{transformers.__version__} "
+                f"has {'no such method' if hook is None else 'lost ' + ', '.join(missing)}. "
                 "Supported: transformers 5.15 to 5.24."
             )
 

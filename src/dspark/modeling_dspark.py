@@ -11,7 +11,7 @@ Shape letters: `B` rows, `S` context length, `g` draft tokens, `q` block slots, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from .borrowing import SharedModules, TeacherHead, borrow, call_embedding, call_head, teacher_head
 from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
-from .families import FAMILIES, DraftRotaryEmbedding, RMSNorm, Rotary, reset_layer_scalar
+from .families import FAMILIES, DraftLayer, DraftRotaryEmbedding, RMSNorm, Rotary, reset_layer_scalar
 from .heads import ConfidenceHead, build_sequential_head
 from .hub import LoadsAnyFormat
 from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
@@ -202,7 +202,14 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rotary = self._rotary(features, positions)
-        return [layer.self_attn.keys_values(features, rotary) for layer in self.layers]
+        layers = cast("list[DraftLayer]", list(self.layers))
+        return [layer.self_attn.keys_values(features, rotary) for layer in layers]
+
+    @property
+    def _mask_id(self) -> int:
+        mask_id = self.config.mask_token_id
+        assert mask_id is not None  # the config refuses None
+        return mask_id
 
     def extend_context(self, cache: ContextCache, features: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Step 1: append context features `[B, S, D]` (the first `counts[b]` of each row) to the context cache."""
@@ -219,7 +226,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         """
         device = self.fc.weight.device
         size = self.config.block_size
-        block_ids = torch.full((anchor_ids.shape[0], size), self.config.mask_token_id, device=device)
+        block_ids = torch.full((anchor_ids.shape[0], size), self._mask_id, device=device)
         block_ids[:, 0] = anchor_ids
         hidden = self._embed(block_ids, shared)
         mask = self._inference_mask(hidden, cache)
@@ -425,7 +432,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         )
         slots = torch.arange(size, device=input_ids.device)
         positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
-        block_ids = torch.full((batch, anchors, size), self.config.mask_token_id, device=input_ids.device)
+        block_ids = torch.full((batch, anchors, size), self._mask_id, device=input_ids.device)
         block_ids[..., 0] = input_ids.gather(1, blocks.anchor_positions)
         hidden = self._embed(block_ids.flatten(1), shared)
         mask = block_attention_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)

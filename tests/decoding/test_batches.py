@@ -196,4 +196,10 @@ class _Words:
 def test_a_streamer_takes_one_row() -> None:
     model = zoo.target("Llama")
     with pytest.raises(ValueError, match="batch"):
-        plain(model, 2, assistant_model=Hostile(model), streamer=TextStreamer(_Words()), **left_padded(zoo.prompt(3), zoo.prompt(4)))
+        plain(
+            model,
+            2,
+            assistant_model=Hostile(model),
+            streamer=TextStreamer(_Words()),
+            **left_padded(zoo.prompt(3), zoo.prompt(4)),
+        )

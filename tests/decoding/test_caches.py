@@ -1,4 +1,4 @@
-"""Caches on a full-attention, a sliding and a recurrent target: exact and usable afterwards, or refused before any pass.
+"""Caches on a full-attention, a sliding and a recurrent target: exact and usable afterwards, or refused first.
 
 Also the drafter's own context cache, held to a stateless recomputation round by round: a rewind off by one, a row kept
 twice or a padded row lowers acceptance without any error.
@@ -218,9 +218,10 @@ def test_embeddings_with_ids(name: str) -> None:
     with torch.no_grad():
         states = model.get_input_embeddings()(other)
     assert_same_text(model, other, 24, input_ids=ids, inputs_embeds=states)
-    assert plain(model, 24, input_ids=ids, inputs_embeds=states)[0, 9:].tolist() != plain(model, 24, input_ids=ids)[
-        0, 9:
-    ].tolist()
+    assert (
+        plain(model, 24, input_ids=ids, inputs_embeds=states)[0, 9:].tolist()
+        != plain(model, 24, input_ids=ids)[0, 9:].tolist()
+    )
 
 
 @pytest.mark.parametrize("name", [FULL, SLIDING])

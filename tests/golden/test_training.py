@@ -70,7 +70,12 @@ def test_losses_and_gradients(name: str, index: int) -> None:
         for part in (model.embed_tokens, model.lm_head):
             part.requires_grad_(False)
         out = run(model, t, objective_of(setting))
-        for ours, theirs in (("loss", "loss"), ("ce_loss", "ce_loss"), ("l1_loss", "l1_loss"), ("confidence_loss", "confidence_loss")):
+        for ours, theirs in (
+            ("loss", "loss"),
+            ("ce_loss", "ce_loss"),
+            ("l1_loss", "l1_loss"),
+            ("confidence_loss", "confidence_loss"),
+        ):
             torch.testing.assert_close(float(out[ours].detach()), setting[theirs] or 0.0, rtol=1e-4, atol=1e-5)
         out.loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}

@@ -38,7 +38,9 @@ def test_rounds_match_the_reference(name: str, index: int) -> None:
             confidence = model.confidence_logits(block.hidden, walk.previous_ids)
         for layer in range(len(model.layers)):
             for kind, store in (("k", cache.keys), ("v", cache.values)):
-                torch.testing.assert_close(store[layer][:, :, : info["start"]], t[f"{r}draft_cache_{kind}{layer}"], **tol)
+                torch.testing.assert_close(
+                    store[layer][:, :, : info["start"]], t[f"{r}draft_cache_{kind}{layer}"], **tol
+                )
         torch.testing.assert_close(block.hidden, t[r + "block_hidden"], **tol)
         torch.testing.assert_close(block.base_logits, t[r + "base_logits"], **tol)
         torch.testing.assert_close(walk.logits, t[r + "corrected_logits"], **tol)
@@ -66,7 +68,8 @@ def test_sampled_draft_follows_its_generator(name: str) -> None:
     model = common.drafter(name)
     args = (t["r1.draft_input_ids"][:, 0], t["r1.context_feature"])
     draws = [
-        model.draft(*args, do_sample=True, generator=torch.Generator().manual_seed(s)).token_ids for s in (1, 1, 2, 3, 4)
+        model.draft(*args, do_sample=True, generator=torch.Generator().manual_seed(s)).token_ids
+        for s in (1, 1, 2, 3, 4)
     ]
     assert torch.equal(draws[0], draws[1])
     assert any(not torch.equal(draws[0], d) for d in draws[2:])

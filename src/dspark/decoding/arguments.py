@@ -106,29 +106,7 @@ def check_mode(
         ValueError: Names the option, its value and the way out.
     """
     name = describe(target)
-    refused = {
-        "num_beams": (generation_config.num_beams or 1) > 1,
-        "penalty_alpha": bool(generation_config.penalty_alpha),
-        "dola_layers": generation_config.dola_layers is not None,
-        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
-        "assistant_early_exit": generation_config.assistant_early_exit is not None,
-        "use_mtp": bool(generation_config.use_mtp),
-        "speculation_type": generation_config.speculation_type is not None,
-        "force_words_ids": generation_config.force_words_ids is not None,
-        "constraints": generation_config.constraints is not None,
-    }
-    for option, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"`{option}={getattr(generation_config, option)}` chooses a decoding strategy of its own, which a "
-                f"DSpark drafter cannot speed up (target {name}). Use greedy decoding or sampling, or leave "
-                "`assistant_model` out."
-            )
-    if generation_config.assistant_ensemble_weight is not None:
-        raise ValueError(
-            f"`assistant_ensemble_weight={generation_config.assistant_ensemble_weight}` mixes the drafter's law into the "
-            f"text, and decoding with a DSpark drafter always keeps the target's ({name}). Leave it out."
-        )
+    _check_strategy(name, generation_config)
     if generation_config.use_cache is False:
         raise ValueError(f"A drafter needs the target's cache, got `use_cache=False` (target {name}). Leave it on.")
     if target.config.is_encoder_decoder:
@@ -137,6 +115,31 @@ def check_mode(
         raise ValueError(
             f"Streaming and returned scores, logits, attentions or hidden states come from a single row, got a batch "
             f"of {batch_size}: rows of a batch accept different numbers of drafts. Generate row by row."
+        )
+
+
+def _check_strategy(name: str, config: GenerationConfig) -> None:
+    refused = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "penalty_alpha": bool(config.penalty_alpha),
+        "dola_layers": config.dola_layers is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": config.assistant_early_exit is not None,
+        "use_mtp": bool(config.use_mtp),
+        "speculation_type": config.speculation_type is not None,
+        "force_words_ids": config.force_words_ids is not None,
+        "constraints": config.constraints is not None,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"`{option}={getattr(config, option)}` chooses a decoding strategy of its own, which a DSpark drafter "
+                f"cannot speed up (target {name}). Use greedy decoding or sampling, or leave `assistant_model` out."
+            )
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight={config.assistant_ensemble_weight}` mixes the drafter's law into the text; "
+            f"decoding with a DSpark drafter always keeps the target's ({name}). Leave it out."
         )
 
 

@@ -85,11 +85,11 @@ class HiddenStateCapture:
             )
         return result
 
-    def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_input(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._record(-1, args[0] if args else kwargs["hidden_states"])
 
     def _recorder(self, layer_id: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             self._record(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return hook

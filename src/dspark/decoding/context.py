@@ -24,9 +24,7 @@ def extend_context(run: DecodingRun) -> None:
     run.pending = None
 
 
-def start_context(
-    run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tensor | None, *, offset: int
-) -> None:
+def start_context(run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tensor | None, *, offset: int) -> None:
     """Open the context cache with the prompt's features.
 
     Args:

@@ -49,10 +49,7 @@ def read_prompt(run: DecodingRun, input_ids: torch.Tensor, generation_config: Ge
 def _first_token(run: DecodingRun, row: int, logits: torch.Tensor) -> RowVerdict:
     logits = logits.clone()  # as plain decoding: processors may write in place, and the prompt's logits are freed
     scores = run.processors.process_target(row, run.text.prefix(row), logits)
-    if run.do_sample:
-        token = int(torch.multinomial(scores.softmax(-1), 1))
-    else:
-        token = int(scores.argmax(-1))
+    token = int(torch.multinomial(scores.softmax(-1), 1)) if run.do_sample else int(scores.argmax(-1))
     return RowVerdict([token], 0, scores=scores, logits=logits)
 
 

@@ -20,7 +20,7 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     vocabulary = run.vocabulary
     vocab = drafter.config.vocab_size
 
-    def choose(k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
+    def choose(_k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
         if processors.draft:
             prefixes = _prefixes(run, tokens) if needs_prefix else {}
             logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)

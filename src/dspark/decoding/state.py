@@ -129,7 +129,7 @@ class DecodingRun:
         rows: Original index of each live row; the first dimension of every `[B, ...]` tensor follows it.
         anchors: Last committed token of each live row.
         context: Draft cache of the live rows.
-        pending: Target hidden states the draft cache has not taken yet, `[B, S, m*D_t]`, and how many of each row count.
+        pending: Target hidden states the draft cache has not taken yet, `[B, S, m*D_t]`, and how many count.
         recorder: What the caller wants returned, and the streamer.
         stats: Counts and times.
         outputs: The target's output of the present round.
@@ -158,7 +158,7 @@ class DecodingRun:
         return self.text.ids.device
 
     def max_drafts(self) -> list[int]:
-        """Most drafts worth verifying per live row: the block, the user's cap, and the tokens the row may still get."""
+        """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""
         if self.session.wants_plain_pass:
             return [0] * len(self.rows)
         block = self.drafter.config.num_draft_tokens

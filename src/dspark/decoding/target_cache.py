@@ -33,7 +33,7 @@ _STATES = (
     "conv_states", "recurrent_states", "has_previous_state", "is_conv_states_initialized",
     "is_recurrent_states_initialized",
 )  # fmt: skip
-# Layers whose rollback is known to be exact. By exact type: a subclass may keep more than its parent's crop takes back.
+# Layers whose rollback is known to be exact. By exact type: a subclass may keep more than its parent's crop takes.
 _FULL = (DynamicLayer, *dummy_layers())
 _KNOWN = (
     *_FULL, DynamicIndexedLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer,
@@ -43,18 +43,15 @@ _WAY_OUT = (
     "Use the default cache (leave `cache_implementation` and the cache argument out), or decode without a drafter."
 )
 QUANTISED = (
-    "A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. "
-    f"{_WAY_OUT}"
+    f"A quantised cache cannot be rolled back exactly: what was quantised is no longer what was computed. {_WAY_OUT}"
 )
 _OUTSIDE = (
-    "keeps its decoding state outside transformers' cache classes, so rejected drafts cannot be rolled back. Decode it "
+    "keeps its decoding state outside transformers' cache classes, so rejected drafts cannot be rolled back. Decode "
     "without a drafter."
 )
 
 
-def check_cache(
-    target: PreTrainedModel, cache: Any, *, max_length: int, batch_size: int, is_callers: bool
-) -> None:
+def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_size: int, is_callers: bool) -> None:
     """Refuse, before the prompt's pass, a cache that cannot be rolled back.
 
     Args:
@@ -79,20 +76,20 @@ def check_cache(
         raise ValueError(f"{describe(target)} {_OUTSIDE}")
     if recurrent and not carries_state(target):
         raise ValueError(
-            f"{describe(target)} has recurrent layers that start each pass over several tokens from an empty state, so "
-            "drafts cannot be verified together. Decode it without a drafter."
+            f"{describe(target)} has recurrent layers that start each pass over several tokens from an empty state, "
+            "so drafts cannot be verified together. Decode it without a drafter."
         )
     if batch_size > 1 and is_callers:
         raise ValueError(
-            f"A batch of {batch_size} rows with a drafter leaves holes and finished rows behind, so a cache of your own "
-            "would not be usable afterwards. Leave the cache argument out, or generate row by row."
+            f"A batch of {batch_size} rows with a drafter leaves holes and finished rows behind, so a cache of your "
+            "own would not be usable afterwards. Leave the cache argument out, or generate row by row."
         )
     kinds = {type(layer) for layer in layers}
     if batch_size > 1 and not kinds <= set(_FULL):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
-            f"Batches of {batch_size} rows need a target whose cache layers are all dynamic full attention, got {names} "
-            f"for {describe(target)}. Generate row by row, or without a drafter."
+            f"Batches of {batch_size} rows need a target whose cache layers are all dynamic full attention, got "
+            f"{names} for {describe(target)}. Generate row by row, or without a drafter."
         )
 
 
@@ -105,8 +102,8 @@ def _check_layers(cache: Cache, layers: list[Any], *, max_length: int) -> None:
         # The last token is never forwarded, so it needs no slot.
         if type(layer) is StaticSlidingWindowLayer and max_length - 1 > layer.max_cache_len:
             raise ValueError(
-                f"A static sliding-window layer of {layer.max_cache_len} slots loses what it evicts, and this call may "
-                f"reach {max_length} tokens, so rejected drafts could not be rolled back. {_WAY_OUT}"
+                f"A static sliding-window layer of {layer.max_cache_len} slots loses what it evicts, and this call "
+                f"may reach {max_length} tokens, so rejected drafts could not be rolled back. {_WAY_OUT}"
             )
 
 

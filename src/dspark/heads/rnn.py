@@ -38,7 +38,7 @@ class RecurrentHead(SequentialHead):
     def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Teacher-forced bias, slot after slot with the state carried along; see [`SequentialHead.block_bias`]."""
         previous = self.embed_previous(previous_ids)
-        state = torch.zeros_like(previous[..., 0, :])
+        state: torch.Tensor | None = torch.zeros_like(previous[..., 0, :])
         outputs = []
         for k in range(previous_ids.shape[-1]):
             features, state = self.features(previous[..., k, :], hidden[..., k, :], state)
