@@ -285,6 +285,7 @@ def test_attention_implementations_agree(family) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # how transformers asks torch for its mask
 def test_flex_attention_agrees() -> None:
     """Slow: flex attention is compiled before it runs."""
     model = small.drafter()

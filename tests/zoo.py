@@ -232,7 +232,6 @@ TARGETS: dict[str, Target] = {
     "RecurrentGemma": Target(
         "RecurrentGemmaForCausalLM",
         {"attention_window_size": WINDOW, "lru_width": 32, "head_dim": 8},
-        attention=("eager",),
         scale=3.0,
     ),
     "RWKV": Target("RwkvForCausalLM", {"attention_hidden_size": 32}, attention=("eager",), scale=3.0),
@@ -249,8 +248,10 @@ def config_of(name: str, **changes: Any) -> Any:
     return config_class(text_config=fields, **spec.nested, tie_word_embeddings=False)
 
 
-def new_target(name: str, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """A target of its own, for tests that change it."""
+def new_target(
+    name: str, attention: str | None = None, *, scale: float | None = None, **changes: Any
+) -> PreTrainedModel:
+    """A target of its own, for tests that change it; `scale` and fields of its config as given."""
     spec = TARGETS[name]
     torch.manual_seed(spec.seed)
     model = getattr(transformers, spec.model)._from_config(
@@ -260,7 +261,7 @@ def new_target(name: str, attention: str | None = None, **changes: Any) -> PreTr
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 is_embedding = any(part in key for part in ("emb", "wte", "wpe"))
-                parameter.mul_(spec.embedding_scale if is_embedding else spec.scale)
+                parameter.mul_(spec.embedding_scale if is_embedding else scale or spec.scale)
     model.generation_config = GenerationConfig()  # no pad token: plain generate would mask it in a prompt
     return model.eval()
 
@@ -384,7 +385,7 @@ _DIFFERENCES: dict[str, dict[str, Cell]] = {
     "Mamba 2": {**_ONE_ROW, **_EAGER_ONLY, **_NO_CHUNKS},
     "Mamba": {**_NO_CARRY, **_EAGER_ONLY, **_NO_CHUNKS},
     "Jamba": _NO_CARRY,
-    "RecurrentGemma": {**_OUTSIDE, **_EAGER_ONLY, **_NO_CHUNKS},
+    "RecurrentGemma": {**_OUTSIDE, **_NO_CHUNKS},
     "RWKV": {**_OUTSIDE, **_EAGER_ONLY, **_NO_CHUNKS},
 }
 SUPPORT = [Row(name, _DIFFERENCES.get(name, {})) for name in TARGETS]

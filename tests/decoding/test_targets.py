@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from dspark import DSparkDrafter, SpeculationConfig
 from dspark.compat import cache_length, cache_name
 from dspark.target import text_config
 from tests import zoo
 from tests.decoding.equality import assert_same_text, left_padded, plain, refused
-from tests.scripted import CYCLE, Hostile, Oracle
+from tests.scripted import CYCLE, Forced, Hostile, Oracle, drafter_config
+from tests.zoo import VOCAB
 
 ROWS = (3, 9, 17, 30)
 
@@ -118,3 +120,122 @@ def test_cell(row: zoo.Row, column: str) -> None:
         call = call_of(name, column, model)
         with refused(model, cell.says, type(model).__name__ if column != "static cache" else ""):
             plain(model, 24, assistant_model=Hostile(model), **call)
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def assert_near_ties(model: PreTrainedModel, text: torch.Tensor, prompt: int) -> None:
+    """Every emitted token is within rounding of the arg-max when plain decoding is forced along the text."""
+    with torch.no_grad():
+        logits = model(text).logits[0, prompt - 1 : -1].float()
+    top = logits.amax(-1)
+    gap = top - logits.gather(1, text[0, prompt:, None])[:, 0]
+    # One unit in the last place of the top logit; a pass over several rows rounds hidden states differently too.
+    unit = torch.finfo(model.dtype).eps * 2.0 ** top.abs().log2().floor()
+    assert (gap <= 4 * unit).all(), (gap / unit).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Qwen3.5"])
+def test_half_precision_targets_differ_by_near_ties_at_most(name: str, dtype: torch.dtype) -> None:
+    model, ids = zoo.new_target(name, scale=3.0).to(dtype), zoo.prompt(9)
+    text = plain(model, 40, input_ids=ids)
+    assert len(set(text[0].tolist())) > 10
+    for drafter in (Oracle(model, text.tolist(), CYCLE), Hostile(model), Hostile(model).to(dtype)):
+        found = plain(model, 40, input_ids=ids, assistant_model=drafter)
+        assert found.shape == text.shape
+        assert_near_ties(model, found, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_drafters_dtype_is_its_own(dtype: torch.dtype) -> None:
+    """An fp32 target stays exact, drafts and confidences stay finite and near the fp32 drafter's."""
+    model, ids = zoo.target("Llama"), zoo.prompt(9)
+    drafter = DSparkDrafter(drafter_config(model)).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+    small = copy.deepcopy(drafter).to(dtype)
+    fp32 = drafter.draft(torch.tensor([5]), states, target=model)
+    half = small.draft(torch.tensor([5]), states, target=model)
+    both = fp32.token_ids == half.token_ids
+    slots = int(both.int().cumprod(-1).sum())  # confidences of a slot depend on the tokens before it
+    assert slots > 0
+    assert half.confidence_logits.isfinite().all()
+    difference = fp32.confidence_logits.sigmoid() - half.confidence_logits.sigmoid()
+    assert difference[:, :slots].abs().max() < 2e-2
+    expected = plain(model, 40, input_ids=ids)
+    assert plain(model, 40, input_ids=ids, assistant_model=small).tolist() == expected.tolist()
+    settings = SpeculationConfig(survival_threshold=0.2)
+    assert plain(model, 40, input_ids=ids, assistant_model=small, speculation=settings).tolist() == expected.tolist()
+
+
+# --- vocabularies -------------------------------------------------------------------------------------------------
+
+
+class Stubborn(Forced):
+    """Always proposes one token."""
+
+    def __init__(self, target: PreTrainedModel, token: int, **overrides: Any) -> None:
+        super().__init__(drafter_config(target, markov_rank=0, **overrides))
+        self.token = token
+
+    def forced_tokens(self, b: int, position: int) -> list[int]:
+        return [self.token] * self.config.num_draft_tokens
+
+
+class Reduced(Oracle):
+    """An oracle that speaks only `draft_token_ids`; of other tokens it proposes its first."""
+
+    def __init__(self, target: PreTrainedModel, texts: list[list[int]], ids: list[int]) -> None:
+        super().__init__(target, texts, CYCLE, draft_vocab_size=len(ids))
+        self.draft_token_ids.copy_(torch.tensor(ids))
+
+    def forced_tokens(self, b: int, position: int) -> list[int]:
+        column = {token: j for j, token in enumerate(self.draft_token_ids.tolist())}
+        return [column.get(token, 0) for token in super().forced_tokens(b, position)]
+
+
+OWN = {"share_embedding": False, "share_lm_head": False}
+
+
+@pytest.mark.parametrize("said", [VOCAB - 6, VOCAB + 4])
+def test_logits_may_have_another_width_than_the_config_says(said: int) -> None:
+    """Padded vocabularies: the rows of the head are what counts."""
+    model, ids = zoo.new_target("Llama"), zoo.prompt(9)
+    text = plain(model, 40, input_ids=ids)
+    model.config.vocab_size = said
+    oracle = Oracle(model, text.tolist(), CYCLE, vocab_size=VOCAB, mask_token_id=VOCAB - 1)
+    assert plain(model, 40, input_ids=ids, assistant_model=oracle).tolist() == text.tolist()
+    assert sum(oracle.last_stats.accepted) > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_no_token_beyond_the_targets_rows_is_drafted(do_sample: bool) -> None:
+    model, ids = zoo.target("Llama"), zoo.prompt(9)
+    drafter = Stubborn(model, VOCAB + 7, vocab_size=VOCAB + 8, **OWN)
+    seen: list[torch.Tensor] = []
+    walk = drafter.walk_block
+    drafter.walk_block = lambda *args: seen.append(result := walk(*args)) or result
+    call = {"input_ids": ids, "assistant_model": drafter, "max_new_tokens": 20, "do_sample": do_sample}
+    text = model.generate(**call)
+    assert seen
+    assert max(int(result.token_ids.max()) for result in seen) < VOCAB
+    assert int(text.max()) < VOCAB
+    if not do_sample:
+        assert text.tolist() == plain(model, 20, input_ids=ids).tolist()
+
+
+def test_a_reduced_vocabulary_with_gaps() -> None:
+    model, ids = zoo.target("Llama"), zoo.prompt(9)
+    text = plain(model, 60, input_ids=ids)[0].tolist()
+    known = sorted(set(text[9:]))[::2]
+    drafter = Reduced(model, [text], known)
+    assert plain(model, 60, input_ids=ids, assistant_model=drafter)[0].tolist() == text
+    assert sum(drafter.last_stats.accepted) > 5
+    torch.manual_seed(0)
+    sampled = model.generate(ids, do_sample=True, max_new_tokens=20, assistant_model=Reduced(model, [text], known))
+    assert sampled.shape == (1, 29)
