@@ -142,6 +142,14 @@ def test_each_output_alone(wanted: str) -> None:
     assert_outputs_match(plain(model, ids, assistant_model=oracle(text=text, model=model), **call), theirs)
 
 
+def test_outputs_do_not_keep_rejected_slots_alive() -> None:
+    ids, _ = distinct()
+    model = target("eager")
+    out = plain(model, ids, max_new_tokens=COUNT, assistant_model=hostile(model=model), **ALL)
+    states = [*out.scores, *out.logits, *(s for step in out.hidden_states[1:] + out.attentions[1:] for s in step)]
+    assert all(state.untyped_storage().nbytes() == state.nbytes for state in states)
+
+
 def test_outputs_are_not_kept_unless_a_dict_is_wanted() -> None:
     ids, text = distinct()
     out = plain(target(), ids, max_new_tokens=12, output_scores=True, assistant_model=oracle())

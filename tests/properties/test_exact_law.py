@@ -113,7 +113,8 @@ def test_at_once(name):
     assert deviation(ROW_WISE[name]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ROW_WISE)
+# The heads make no difference to this path.
+@pytest.mark.parametrize("name", [name for name in ROW_WISE if not name.endswith("head")])
 def test_slot_by_slot(name):
     case = ROW_WISE[name]
     assert deviation(replace(case, call={**case.call, "logits_processor": [Untouched()]})) < TOLERANCE

@@ -30,7 +30,7 @@ def sample(assistant, calls: int, *, ids=PROMPT, mask=None, rows: int = ROWS, fi
         torch.manual_seed(seed)
         kwargs = {} if mask is None else {"attention_mask": mask}
         out = model.generate(
-            ids, assistant_model=assistant, do_sample=True, temperature=0.9, max_new_tokens=TOKENS + 1,
+            ids, assistant_model=assistant, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=TOKENS + 1,
             num_return_sequences=rows, **kwargs,
         )  # fmt: skip
         texts.append(out[:, ids.shape[1] : ids.shape[1] + TOKENS])

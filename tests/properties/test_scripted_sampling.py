@@ -37,8 +37,20 @@ def scripted(name: str) -> DSparkDrafter:
     return Oracle(model, [text], wrong=wrong, block_size=3, enable_confidence_head=False).eval()
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["right", "wrong at once", "wrong later", "hostile 0", "hostile 1"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("right", "top-k"),
+        ("right", "penalty"),
+        ("wrong at once", "plain"),
+        ("wrong later", "plain"),
+        ("wrong later", "end in the block"),
+        ("hostile 0", "plain"),
+        ("hostile 1", "top-k"),
+        ("hostile 2", "penalty"),
+        ("hostile 3", "end in the block"),
+    ],
+)
 def test_law_is_the_target_s_own(name, call):
     model, kwargs = target(), {"max_new_tokens": HORIZON + 4, **CALLS[call]}
     got = emitted_law(model, lambda: scripted(name), PROMPT, Chance(HORIZON, batch=1), **kwargs)

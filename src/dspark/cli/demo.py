@@ -15,7 +15,7 @@ from ..evaluation import SETS, Summary, chat_ids, compare, plain_seconds, sample
 from ..modeling_dspark import DSparkDrafter
 from ..stats import STEPS, SpeculationStats
 from ..version import __version__
-from .common import bad_input_exits, demo_drafter, demo_target, load_drafter, load_target, out, print_json
+from .common import bad_input_exits, demo_drafter, demo_target, err, load_drafter, load_target, out, print_json
 
 _PROMPT = "A train leaves at 9:40 and arrives at 12:05. It stops for 15 minutes on the way. How long was it moving?"
 
@@ -54,15 +54,19 @@ def demo(
         out.print(f"torch {torch.__version__}, transformers {transformers.__version__}, {threads} threads\n")
     sets = {name: [chat_ids(tokenizer, p) for p in sample_prompts(name, prompts)] for name in SETS}
     plain = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    stock = {} if quick else {name: sum(plain_seconds(model, ids, **plain)) for name, ids in sets.items()}
-    with optimize_for_cpu(model), optimize_for_cpu(draft):
-        equal = True
-        if not as_json:
+    equal, stock, rows = True, {}, []
+    if not as_json:
+        with optimize_for_cpu(model), optimize_for_cpu(draft):
             equal = _streamed(model, draft, tokenizer, plain, threshold)
-        chosen = {} if quick else sets
-        rows = [
-            compare(model, draft, name, i, threshold=threshold, **plain) for name, ids in chosen.items() for i in ids
-        ]
+    chosen = {} if quick else sets
+    with err.status("stock plain generate") as status:
+        for name, ids in chosen.items():
+            status.update(f"stock plain generate on {name}")
+            stock[name] = sum(plain_seconds(model, ids, **plain))
+        with optimize_for_cpu(model), optimize_for_cpu(draft):
+            for name, ids in chosen.items():
+                status.update(f"packed plain generate and the drafter, in turns, on {name}")
+                rows += [compare(model, draft, name, i, threshold=threshold, **plain) for i in ids]
     summaries = summarise(rows)
     if as_json:
         print_json(

@@ -43,10 +43,11 @@ class Recorder:
 
     def token(self, token: int, scores: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         """One emitted token with its scores and logits, each `[1, V]` float32."""
+        # Copies here and below: a view would keep its whole pass alive, rejected slots included.
         if self.scores is not None and scores is not None:
-            self.scores += (scores,)
+            self.scores += (scores.clone(),)
         if self.logits is not None and logits is not None:
-            self.logits += (logits,)
+            self.logits += (logits.clone(),)
         if self.streamer is not None:
             self.streamer.put(torch.tensor([token]))
 
@@ -74,7 +75,7 @@ class Recorder:
                 layers = zip(outputs.attentions, widths, strict=True)
                 self.attentions += (tuple(_step_weights(weights, slot, width) for weights, width in layers),)
             if self.hidden_states is not None:
-                self.hidden_states += (tuple(h[:, slot : slot + 1] for h in outputs.hidden_states),)
+                self.hidden_states += (tuple(h[:, slot : slot + 1].clone() for h in outputs.hidden_states),)
 
 
 def attention_widths(config: Any, cache: Cache, count: int) -> list[int | None]:
@@ -108,7 +109,7 @@ def _step_weights(weights: torch.Tensor, slot: int, width: int | None) -> torch.
     """Of a pass's attention weights `[1, heads, q, keys]`, those of one slot up to its own key, `[1, heads, 1, n]`."""
     end = weights.shape[-1] - (weights.shape[-2] - 1 - slot) if width != 0 else None
     start = max(end - width, 0) if end is not None and width is not None else 0
-    return weights[:, :, slot : slot + 1, start:end]
+    return weights[:, :, slot : slot + 1, start:end].clone()
 
 
 __all__ = ["Recorder", "attention_widths"]
