@@ -244,6 +244,17 @@ def test_quantised_head_is_called_and_never_touched(kind, dtype, storage) -> Non
         assert set(target.lm_head.seen) <= {dtype, torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_drafter_computes_in_its_norms_dtype(dtype) -> None:
+    _, model = pair()
+    model.to(dtype)
+    expected = model.draft(ANCHORS, small.states())
+    model.fc = Packed(model.fc)
+    out = model.draft(ANCHORS, small.states())
+    assert set(model.fc.seen) == {dtype}
+    torch.testing.assert_close(out.logits, expected.logits)
+
+
 def test_plain_rows_are_taken_for_a_reduced_vocabulary() -> None:
     ids = torch.tensor(small.DRAFT_IDS)
     target = small.target()

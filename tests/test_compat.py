@@ -126,7 +126,7 @@ def test_compiled_wrappers_are_looked_through() -> None:
 
 def test_a_compiled_forward_is_exact_or_says_what_to_do() -> None:
     """Hooks come and go with each call, and a graph compiled before may not see them."""
-    model = zoo.new_target("Llama")
+    model = zoo.new_target("Llama", num_hidden_layers=2)
     text = _text(model)
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     _text(model)

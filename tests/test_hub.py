@@ -191,6 +191,12 @@ def test_missing_files_are_named(folder, spoil, message) -> None:
         load(folder)
 
 
+def test_adapter_folder_says_how_to_load_it(tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(OSError, match=r"holds an adapter: load its drafter, then `peft\.PeftModel\.from_pretrained"):
+        load(tmp_path)
+
+
 def test_missing_shard_is_named(tmp_path) -> None:
     small.drafter().save_pretrained(tmp_path, max_shard_size="8KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]

@@ -100,6 +100,13 @@ _GEMMA_4_SHARED = {
     "hidden_size_per_layer_input": 4,
     "num_kv_shared_layers": 2,
 }
+_MLA = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+# Many index heads: with few, most scores are exactly 0 and the library's choice among ties depends on the pass.
+_SPARSE = {"head_dim": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 _MROPE = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 _QWEN_VISION = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
@@ -153,6 +160,8 @@ TARGETS: dict[str, Target] = {
     "Qwen3": Target("Qwen3ForCausalLM", {"head_dim": 8}),
     "Qwen3-MoE": Target("Qwen3MoeForCausalLM", {"head_dim": 8, **_MOE}),
     "Mixtral": Target("MixtralForCausalLM", {"head_dim": 8, "sliding_window": None, **_MOE}),
+    "DeepSeek-V3": Target("DeepseekV3ForCausalLM", _MLA),
+    "DeepSeek-V3.2 (sparse)": Target("DeepseekV32ForCausalLM", {**_MLA, **_SPARSE}),
     "Phi-3": Target("Phi3ForCausalLM"),
     "Phi-4 (partial rotary)": Target(
         "Phi3ForCausalLM",
@@ -205,9 +214,7 @@ TARGETS: dict[str, Target] = {
     "Qwen3.5": Target("Qwen3_5ForCausalLM", _DELTA, scale=3.0),
     "OLMo hybrid": Target("OlmoHybridForCausalLM", _DELTA, embedding_scale=1.0),
     "LFM2": Target("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 2}, scale=3.0),
-    "Falcon-H1": Target(
-        "FalconH1ForCausalLM", {"head_dim": 8, "mamba_d_ssm": 64, **_MAMBA_2}, embedding_scale=1.0, scale=8.0
-    ),
+    "Falcon-H1": Target("FalconH1ForCausalLM", {"head_dim": 8, "mamba_d_ssm": 64, **_MAMBA_2}, embedding_scale=1.0),
     "Mamba 2": Target(
         "Mamba2ForCausalLM",
         {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
@@ -307,12 +314,20 @@ class Cell:
         reason: Why it is not exact, for the table.
         says: What the refusal says.
         plain_fails_before: Plain generate fails in transformers before this version.
+        offered_before: A cell that is not offered from this version on, and exact before it.
     """
 
     verdict: str = EXACT
     reason: str = ""
     says: str = ""
     plain_fails_before: str = ""
+    offered_before: str = ""
+
+    @property
+    def verdict_here(self) -> str:
+        """The verdict under this transformers."""
+        was_offered = self.offered_before and Version(transformers.__version__) < Version(self.offered_before)
+        return EXACT if was_offered else self.verdict
 
     @property
     def skipped(self) -> str | None:
@@ -345,6 +360,7 @@ def _not_offered(reason: str, *columns: str) -> dict[str, Cell]:
 
 
 _EAGER_ONLY = _not_offered("the class has eager attention only", "sdpa")
+_NO_ATTENTION = _not_offered("it has no attention", "sdpa")
 _NO_EMBEDS = _not_offered("plain generate takes no embeddings for it", "inputs_embeds")
 _NO_CHUNKS = _not_offered("plain generate cannot read its prompt in chunks", "chunked prefill")
 _ONE_ROW = _refused("rows of a batch need full-attention layers", "Batches of 4 rows", "batch")
@@ -356,17 +372,21 @@ _WINDOWED = {
         "static cache",
     ),
 }
-_LATE_CHUNKS = {"chunked prefill": Cell(plain_fails_before="5.24")}
+_LATE_CHUNKS = {"chunked prefill": Cell(plain_fails_before="5.21")}
 _NO_CARRY = _refused("a pass over several tokens starts from an empty recurrent state", "from an empty state")
 _OUTSIDE = _refused("its state is kept outside transformers' caches", "without a drafter")
 _DIFFERENCES: dict[str, dict[str, Cell]] = {
+    "DeepSeek-V3.2 (sparse)": {
+        **_ONE_ROW,
+        **_refused("a static sparse layer has no rollback", "StaticIndexedLayer", "static cache"),
+    },
     "Bloom (ALiBi)": _EAGER_ONLY,
     "MPT (ALiBi)": _EAGER_ONLY,
     "Falcon (ALiBi)": _not_offered("plain generate fails on it", "static cache"),
     "Qwen2.5-VL": _LATE_CHUNKS,
     "Qwen3-VL": _LATE_CHUNKS,
     "Mistral": _WINDOWED,
-    "Gemma 2": {**_WINDOWED, **_EAGER_ONLY},
+    "Gemma 2": {**_WINDOWED, "sdpa": Cell(NOT_OFFERED, "eager attention only since 5.21", offered_before="5.21")},
     "Gemma 3": _WINDOWED,
     "Gemma 3 (images)": {**_WINDOWED, **_NO_EMBEDS},
     "Gemma 4": _WINDOWED,
@@ -382,11 +402,11 @@ _DIFFERENCES: dict[str, dict[str, Cell]] = {
         **_NO_EMBEDS,
         **_refused("layers with a static and a recurrent part", "StaticFullAttentionLayer", "static cache"),
     },
-    "Mamba 2": {**_ONE_ROW, **_EAGER_ONLY, **_NO_CHUNKS},
-    "Mamba": {**_NO_CARRY, **_EAGER_ONLY, **_NO_CHUNKS},
+    "Mamba 2": {**_ONE_ROW, **_NO_ATTENTION, **_NO_CHUNKS},
+    "Mamba": {**_NO_CARRY, **_NO_ATTENTION, **_NO_CHUNKS},
     "Jamba": _NO_CARRY,
     "RecurrentGemma": {**_OUTSIDE, **_NO_CHUNKS},
-    "RWKV": {**_OUTSIDE, **_EAGER_ONLY, **_NO_CHUNKS},
+    "RWKV": {**_OUTSIDE, **_NO_ATTENTION, **_NO_CHUNKS},
 }
 SUPPORT = [Row(name, _DIFFERENCES.get(name, {})) for name in TARGETS]
 _SIGNS = {EXACT: "exact", REFUSED: "refused", NOT_OFFERED: "–"}

@@ -38,7 +38,10 @@ def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConf
 
     raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
     if not raw:
-        raise OSError(f"{source} has no config.json (or an empty one), so there is no drafter to load from it.")
+        hint = ""
+        if os.path.isfile(os.path.join(source, "adapter_config.json")):
+            hint = " It holds an adapter: load its drafter, then `peft.PeftModel.from_pretrained(drafter, folder)`."
+        raise OSError(f"{source} has no config.json (or an empty one), so there is no drafter to load from it.{hint}")
     if raw.get("model_type") == DSparkConfig.model_type:
         try:
             return DSparkConfig.from_dict(raw)

@@ -72,6 +72,11 @@ HISTORY = {
     "no repeated n-gram": Case({"no_repeat_ngram_size": 2}, vocab=4),
     "bad words": Case({"bad_words_ids": [[1, 2], [0]]}, vocab=4),
     "no end too early": Case({"min_new_tokens": 2, "eos_token_id": 1}, varies=True),
+    # The last slot of a block finds every token forbidden, which the text itself never does.
+    "draft without a law": Case(
+        {"no_repeat_ngram_size": 1, "renormalize_logits": True, "max_new_tokens": 3}, {"block_size": 3},
+        vocab=5, horizon=2,
+    ),
     "all together": Case(
         {"repetition_penalty": 1.5, "temperature": 0.8, "top_k": 3, "eos_token_id": 2, "survival_threshold": 0.2},
         vocab=4, varies=True,
@@ -149,3 +154,12 @@ def test_enumeration_of_plain_decoding_is_the_own_law():
     kwargs = {"max_new_tokens": 3, "repetition_penalty": 1.5, "top_k": 2}
     plain = emitted_law(model, None, PROMPT, Chance(3), **kwargs)
     assert distance(plain, own_law(model, PROMPT, 3, **kwargs)) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.5}], ids=["at once", "slot by slot"])
+@pytest.mark.parametrize("draft", [{}, {"sample_from_anchor": False}, {"draft_vocab_size": 2}], ids=str)
+def test_longer_blocks(draft, extra):
+    """Three slots, all of whose acceptances count, over thousands of leaves."""
+    case = Case({"temperature": 1.5, "survival_threshold": 0.1, **extra}, {"block_size": 3, **draft}, horizon=3)
+    assert deviation(replace(case, varies=True)) < 2 * TOLERANCE

@@ -94,6 +94,7 @@ class HiddenStateCapture:
 
         return hook
 
+    @torch.compiler.disable  # between a compiled target's graphs: traced, its state would be guarded on
     def _record(self, layer_id: int, states: torch.Tensor) -> None:
         if self._thread != threading.get_ident() or self._sink is None:
             return

@@ -41,7 +41,7 @@ _MARK = "_dspark_original"
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with the call's statistics.
+    """transformers' output with the call's statistics. The cache of a batch is None: its rows have holes.
 
     Attributes:
         speculation: [`SpeculationStats`] of this call.

@@ -39,12 +39,12 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
 
 
 def _law(logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of draft scores `[B, Vd]`; where processors left no token at all, uniform over those with a row."""
+    """Softmax of draft scores `[B, Vd]`; where no token is left (all -inf, NaN), uniform over those with a row."""
     uniform = torch.zeros_like(logits)
     if forbidden is not None:
         uniform = uniform.masked_fill(forbidden, -torch.inf)
-    empty = logits.isneginf().all(-1, keepdim=True)
-    return torch.where(empty, uniform, logits).softmax(-1)
+    probs = logits.softmax(-1)
+    return torch.where(probs.isnan().any(-1, keepdim=True), uniform.softmax(-1), probs)
 
 
 def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -125,6 +125,7 @@ class CacheRollback:
             for layer in cache.layers
             if not isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)
             and hasattr(layer, "activate_past_recording")
+            and not layer.record_past  # whoever turned it on before turns it off
         ]
         for layer in self._recording:
             layer.activate_past_recording()

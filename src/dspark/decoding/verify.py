@@ -13,6 +13,11 @@ from .rejection import greedy_verify, rejection_sample
 from .schedule import pad_drafts
 from .state import DecodingRun, Proposal, RowVerdict
 
+_NO_LAW = (
+    "The target has no law for the next token: the processors forbid every token, or its logits are NaN. Plain "
+    "sampling fails here too. Loosen the processors, or pass `do_sample=False`."
+)
+
 
 def verify(run: DecodingRun, proposal: Proposal | None, drafts: list[list[int]]) -> list[RowVerdict]:
     """Run the target and decide every live row; the pass's hidden states become the next context.
@@ -45,18 +50,19 @@ def _verify_at_once(
     if run.processors.target:
         scores = run.processors.process_target_rows(logits.flatten(0, 1).clone()).view_as(logits)
     if run.do_sample:
-        verdict = rejection_sample(
-            ids,
-            _draft_law(run, proposal, ids.shape[1]),
-            scores.softmax(-1),
-            lengths,
-            draft_token_ids=run.vocabulary.target_ids,
-        )
+        probs = scores.softmax(-1)
+        law = _draft_law(run, proposal, ids.shape[1])
+        verdict = rejection_sample(ids, law, probs, lengths, draft_token_ids=run.vocabulary.target_ids)
+        is_lawless = probs[torch.arange(len(ids), device=run.device), verdict.num_accepted, 0].isnan()
     else:
         verdict = greedy_verify(ids, scores.argmax(-1), lengths)
-    decided = torch.stack([verdict.num_accepted, verdict.next_ids]).tolist()  # the round's one read from the device
+        is_lawless = torch.zeros_like(verdict.num_accepted, dtype=torch.bool)
+    # The round's one read from the device.
+    decided = torch.stack([verdict.num_accepted, verdict.next_ids, is_lawless.long()]).tolist()
     verdicts = []
-    for b, (accepted, next_id) in enumerate(zip(*decided, strict=True)):
+    for b, (accepted, next_id, has_no_law) in enumerate(zip(*decided, strict=True)):
+        if has_no_law:
+            raise RuntimeError(_NO_LAW)
         row = RowVerdict([*drafts[b][:accepted], next_id], accepted)
         if run.recorder.wants_scores:
             row.scores, row.logits = scores[b], logits[b]
@@ -108,6 +114,8 @@ def _decide(
         token = int(scores.argmax(-1))
         return k < len(drafts) and token == drafts[k], token
     probs = scores.softmax(-1)[:, None]
+    if bool(probs[0, 0, 0].isnan()):
+        raise RuntimeError(_NO_LAW)
     if k == len(drafts):
         return False, int(torch.multinomial(probs[:, 0], 1))
     law = None if proposal is None or proposal.draft_probs is None else proposal.draft_probs[b : b + 1, k : k + 1]
