@@ -158,8 +158,8 @@ class Nudged(DSparkDrafter):
 
     nudge: torch.Tensor | float = 0.0
 
-    def _embed(self, token_ids, shared):
-        return super()._embed(token_ids, shared) + self.nudge
+    def embed(self, token_ids, shared):
+        return super().embed(token_ids, shared) + self.nudge
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,13 +198,13 @@ def test_the_block_is_anchor_and_masks() -> None:
     seen = {}
 
     class Watched(DSparkDrafter):
-        def _embed(self, token_ids, shared):
+        def embed(self, token_ids, shared):
             seen["ids"] = token_ids
-            return super()._embed(token_ids, shared)
+            return super().embed(token_ids, shared)
 
-        def _run_layers(self, hidden, positions, context, mask):
+        def run_layers(self, hidden, positions, context, mask):
             seen["positions"] = positions
-            return super()._run_layers(hidden, positions, context, mask)
+            return super().run_layers(hidden, positions, context, mask)
 
     model = small.drafter(cls=Watched)
     model.share_with(small.target())

@@ -154,6 +154,7 @@ def test_hand_made_triples(from_anchor) -> None:
     assert blocks.supervised[0, 0].tolist() == [True, True, True, False][:drafts]
     model = small.drafter(sample_from_anchor=from_anchor)
     model.share_with(small.target())
+    model.objective = Objective(chunk_size=None)
     how = {"anchor_positions": torch.tensor([[2]]), "target_last_hidden_states": torch.zeros(1, 6, small.WIDTH)}
     plain = small.states(1, 6)
     for position in range(6):
@@ -252,7 +253,7 @@ def test_reduced_vocabulary_s_loss_counts_what_it_lacks() -> None:
     target, model = small.target(), small.drafter(draft_vocab_size=len(small.DRAFT_IDS))
     model.share_with(target)
     ids, mask, last = torch.randint(small.VOCAB, (1, 12)), torch.ones(1, 12), torch.randn(1, 12, small.WIDTH)
-    model.objective = Objective(ce=1.0, l1=1.0, confidence=0.0, decay=None)
+    model.objective = Objective(ce=1.0, l1=1.0, confidence=0.0, decay=None, chunk_size=None)
     out = model(ids, small.states(1, 12), mask, last, anchor_positions=torch.tensor([[1, 6]]))
     ce, l1, count = 0.0, 0.0, 0
     for a, anchor in enumerate((1, 6)):

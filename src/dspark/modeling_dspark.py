@@ -1,4 +1,4 @@
-"""`DSparkDrafter`: the drafter as a `PreTrainedModel` (steps 1 to 4 of the round, and the training forward).
+"""`DSparkDrafter`: the drafter as a `PreTrainedModel` (steps 1 to 4 of the round; `training_forward.py` has the loss).
 
 Context features `H_ctx = RMSNorm(W_c [h_l1; ...; h_lm])` (paper eq. 2) become keys and values in every draft layer
 (eq. 3); one bidirectional pass over `[anchor, mask, ...]` gives base logits U_k; a sequential head repairs the block
@@ -26,22 +26,12 @@ from .families import FAMILIES, DraftLayer, DraftRotaryEmbedding, RMSNorm, Rotar
 from .heads import ConfidenceHead, build_sequential_head
 from .hub import LoadsAnyFormat
 from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
-from .objective import Blocks, Objective, TargetLaw, block_attention_mask, block_loss, build_blocks, sample_anchors
+from .objective import Objective, sample_anchors
 from .speculation import SpeculationConfig
+from .training_forward import check_shapes, training_forward
 
 # A choice of tokens for one slot: (k, logits [B, Vd], tokens chosen so far, each int64 [B]) -> target ids int64 [B].
 Chooser = Callable[[int, torch.Tensor, list[torch.Tensor]], torch.Tensor]
-
-
-class _PlainContext:
-    """Context keys and values of the training forward: concatenated, never cached."""
-
-    def __init__(self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.keys_values = keys_values
-
-    def extend(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        context_keys, context_values = self.keys_values[layer_idx]
-        return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
 
 
 class DSparkPreTrainedModel(PreTrainedModel):
@@ -157,13 +147,22 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         self._shared = self.shared_modules(target)
         self._teacher = teacher_head(target, self.draft_token_ids)
 
-    def _embed(self, token_ids: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+    @property
+    def _plain_weight(self) -> torch.Tensor:
+        """A weight on the device and in the dtype the drafter computes in; norms are not quantised, linears may be."""
+        weight = self.hidden_norm.weight
+        assert weight is not None
+        return weight
+
+    def embed(self, token_ids: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+        """Embeddings `[..., D]` of target ids, from the drafter's own or the borrowed embedding."""
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids) * self.config.embed_scale
         assert shared.embedding is not None
-        return call_embedding(shared.embedding, token_ids).to(self.fc.weight)
+        return call_embedding(shared.embedding, token_ids).to(self._plain_weight)
 
-    def _base_logits(self, hidden: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+    def base_logits(self, hidden: torch.Tensor, shared: SharedModules) -> torch.Tensor:
+        """U_k `[..., Vd]` of hidden states `[..., D]`, from the drafter's own or the borrowed LM head."""
         if self.lm_head is not None:
             logits = self.lm_head(hidden)
         else:
@@ -192,29 +191,32 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
                 f"{target_hidden_states.shape[-1]}."
             )
         # The one place where target activations enter: device and dtype change here and nowhere else.
-        weight = self.fc.weight
+        weight = self._plain_weight
         return self.hidden_norm(self.fc(target_hidden_states.to(weight.device, weight.dtype)))
 
     def _rotary(self, like: torch.Tensor, positions: torch.Tensor) -> Rotary:
         return self.rotary_emb(like, positions)
 
-    def _context_keys_values(
+    def context_keys_values(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of every layer (eq. 3) for context features `[B, S, D]` at positions int64 `[B, S]`."""
         rotary = self._rotary(features, positions)
         layers = cast("list[DraftLayer]", list(self.layers))
         return [layer.self_attn.keys_values(features, rotary) for layer in layers]
 
-    @property
-    def _mask_id(self) -> int:
-        mask_id = self.config.mask_token_id
-        assert mask_id is not None  # the config refuses None
-        return mask_id
+    def masked_blocks(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """Input ids of blocks: anchors int64 `[...]` followed by mask tokens, `[..., q]`."""
+        block_ids = anchor_ids.new_full(
+            (*anchor_ids.shape, self.config.block_size), cast("int", self.config.mask_token_id)
+        )
+        block_ids[..., 0] = anchor_ids
+        return block_ids
 
     def extend_context(self, cache: ContextCache, features: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Step 1: append context features `[B, S, D]` (the first `counts[b]` of each row) to the context cache."""
         positions = cache.next_positions(features.shape[1], features.device)
-        cache.append(self._context_keys_values(features, positions), counts)
+        cache.append(self.context_keys_values(features, positions), counts)
 
     def draft_block(self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules) -> DraftBlock:
         """Step 2: one bidirectional pass over `[anchor, mask, ...]` behind the context of `cache`.
@@ -224,18 +226,17 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             cache: Context of all earlier tokens.
             shared: Borrowed modules.
         """
-        device = self.fc.weight.device
+        device = self._plain_weight.device
         size = self.config.block_size
-        block_ids = torch.full((anchor_ids.shape[0], size), self._mask_id, device=device)
-        block_ids[:, 0] = anchor_ids
-        hidden = self._embed(block_ids, shared)
+        hidden = self.embed(self.masked_blocks(anchor_ids.to(device)), shared)
         mask = self._inference_mask(hidden, cache)
-        hidden = self._run_layers(hidden, cache.next_positions(size, device), cache, mask)
+        hidden = self.run_layers(hidden, cache.next_positions(size, device), cache, mask)
         if not self.config.sample_from_anchor:
             hidden = hidden[:, 1:]
-        return DraftBlock(hidden, self._base_logits(hidden, shared))
+        return DraftBlock(hidden, self.base_logits(hidden, shared))
 
-    def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, context: Any, mask: Any) -> torch.Tensor:
+    def run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, context: Any, mask: Any) -> torch.Tensor:
+        """Draft layers and final norm on `[B, n, D]`; `context.extend` adds the context's keys and values."""
         rotary = self._rotary(hidden, positions)
         for layer in self.layers:
             hidden = layer(hidden, rotary, context, mask)
@@ -380,7 +381,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
         Raises:
             ValueError: Shapes disagree, or the objective needs the target's law and it is missing.
         """
-        _check_shapes(
+        check_shapes(
             input_ids,
             target_hidden_states=target_hidden_states,
             loss_mask=loss_mask,
@@ -388,91 +389,20 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             target_logsumexp=target_logsumexp,
         )
         if anchor_positions is None:
-            anchor_positions, keep = sample_anchors(loss_mask, self.objective.num_anchors, generator=generator)
+            anchors = sample_anchors(loss_mask, self.objective.num_anchors, generator=generator)
         else:
-            given = torch.ones_like(anchor_positions) if anchor_keep_mask is None else anchor_keep_mask
-            keep = given.bool()
-        shared = self.shared_modules(None)
-        blocks = build_blocks(input_ids, loss_mask, anchor_positions, keep, self.config.num_draft_tokens)
-        hidden = self._training_hidden(input_ids, target_hidden_states, blocks, shared)
-        logits = self._base_logits(hidden, shared)
-        if self.markov_head is not None:
-            logits = logits + self.markov_head.block_bias(blocks.previous_ids, hidden)
-        law = self._target_law(blocks, target_last_hidden_states, target_logsumexp)
-        seen = hidden.detach() if self.objective.detach_confidence else hidden
-        confidence = self.confidence_logits(seen, blocks.previous_ids)
-        terms = block_loss(
-            logits,
-            self._label_indices(blocks.labels),
-            blocks.supervised,
-            objective=self.objective,
-            target=law,
-            confidence_logits=confidence,
-        )
-        return DSparkTrainingOutput(
-            loss=terms.loss,
-            ce_loss=terms.ce.detach(),
-            l1_loss=terms.l1.detach(),
-            confidence_loss=terms.confidence.detach(),
-            acceptance=terms.acceptance,
-            supervised=blocks.supervised,
-            logits=logits.detach(),
-            confidence_logits=None if confidence is None else confidence.detach(),
+            keep = torch.ones_like(anchor_positions) if anchor_keep_mask is None else anchor_keep_mask
+            anchors = (anchor_positions, keep.bool())
+        return training_forward(
+            self, input_ids, target_hidden_states, loss_mask, target_last_hidden_states, target_logsumexp, anchors
         )
 
-    def _training_hidden(
-        self, input_ids: torch.Tensor, target_hidden_states: torch.Tensor, blocks: Blocks, shared: SharedModules
-    ) -> torch.Tensor:
-        """Hidden states of all blocks, `[B, A, g, D]`."""
-        batch, length = input_ids.shape
-        anchors, size = blocks.anchor_positions.shape[1], self.config.block_size
-        features = self.project_context(target_hidden_states)
-        context = _PlainContext(
-            self._context_keys_values(features, torch.arange(length, device=features.device).expand(batch, -1))
-        )
-        slots = torch.arange(size, device=input_ids.device)
-        positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
-        block_ids = torch.full((batch, anchors, size), self._mask_id, device=input_ids.device)
-        block_ids[..., 0] = input_ids.gather(1, blocks.anchor_positions)
-        hidden = self._embed(block_ids.flatten(1), shared)
-        mask = block_attention_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)
-        hidden = self._run_layers(hidden, positions, context, self._training_mask(mask, hidden.dtype))
-        hidden = hidden.view(batch, anchors, size, -1)
-        return hidden if self.config.sample_from_anchor else hidden[:, :, 1:]
+    def teacher(self) -> TeacherHead:
+        """The LM head whose law the loss compares with.
 
-    def _training_mask(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self.config._attn_implementation == "sdpa":
-            return mask
-        if self.config._attn_implementation == "eager":
-            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        raise ValueError(
-            f"Training packs blocks under a dense mask, which attention {self.config._attn_implementation!r} does not "
-            "take. Load the drafter with attn_implementation='sdpa' (or 'eager')."
-        )
-
-    def _target_law(
-        self,
-        blocks: Blocks,
-        last_hidden: torch.Tensor | None,
-        logsumexp: torch.Tensor | None,
-    ) -> TargetLaw | None:
-        if last_hidden is None or not self.objective.needs_target_law:
-            return None
-        # The law of the token at a label's position is computed at the position before it.
-        flat = (blocks.label_positions - 1).clamp(min=0).flatten(1)
-        shape, device = blocks.labels.shape, flat.device
-        hidden = last_hidden.to(device).gather(1, flat[..., None].expand(-1, -1, last_hidden.shape[-1]))
-        hidden = hidden.view(*shape, -1)
-        teacher = self._teacher_head()
-        with torch.no_grad():
-            if logsumexp is not None and teacher.rows is not None:
-                logits = nn.functional.linear(hidden.to(teacher.rows), teacher.rows).to(device)
-                return TargetLaw.from_logits(logits, None, logsumexp.to(device).gather(1, flat).view(shape))
-            logits = call_head(teacher.lm_head, hidden).to(device).float()
-            logits = logits if teacher.softcap is None else torch.tanh(logits / teacher.softcap) * teacher.softcap
-            return TargetLaw.from_logits(logits, self.draft_token_ids)
-
-    def _teacher_head(self) -> TeacherHead:
+        Raises:
+            ValueError: The drafter stores none of it and `share_with` was not called.
+        """
         if self._teacher is not None:
             return self._teacher
         # DeepSpec stores a frozen copy of the target's whole head, which then serves as the target's.
@@ -482,21 +412,6 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             "The loss compares with the target's law, which needs the target's LM head, and this drafter does not "
             "store all of it. Call `drafter.share_with(target)` before training."
         )
-
-    def _label_indices(self, labels: torch.Tensor) -> torch.Tensor:
-        if self.draft_token_ids is None:
-            return labels
-        index = torch.searchsorted(self.draft_token_ids, labels).clamp(max=self.draft_token_ids.shape[0] - 1)
-        return torch.where(self.draft_token_ids[index] == labels, index, -1)
-
-
-def _check_shapes(input_ids: torch.Tensor, **per_token: torch.Tensor | None) -> None:
-    for name, tensor in per_token.items():
-        if tensor is not None and tensor.shape[:2] != input_ids.shape:
-            raise ValueError(
-                f"`{name}` must have one entry per token of `input_ids` {list(input_ids.shape)}, got "
-                f"{list(tensor.shape)}."
-            )
 
 
 __all__ = ["DSparkDrafter", "DSparkPreTrainedModel", "DSparkTrainingOutput", "DraftBlock", "DraftOutput", "Walk"]

@@ -25,10 +25,10 @@ def run(model, t, objective: Objective):
     )  # fmt: skip
 
 
-def objective_of(setting) -> Objective:
+def objective_of(setting, chunk_size: int | None) -> Objective:
     return Objective(
         ce=setting["ce_loss_alpha"], l1=setting["l1_loss_alpha"], confidence=setting["confidence_head_alpha"],
-        decay=setting["loss_decay_gamma"],
+        decay=setting["loss_decay_gamma"], chunk_size=chunk_size,
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_forward_tensors(name: str, index: int, attn: str) -> None:
     case = common.read("training", name)["cases"][index]
     t = common.tensors("training", case["file"])
     model = common.drafter(name, attn_implementation=attn)
-    out = run(model, t, Objective())
+    out = run(model, t, Objective(chunk_size=None))
     live = t["eval_mask"]
     torch.testing.assert_close(out.logits[live], t["draft_logits"][live], **TOL)
     torch.testing.assert_close(out.acceptance[live], t["accept_rate"][live], **TOL)
@@ -62,14 +62,15 @@ def test_forward_tensors(name: str, index: int, attn: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
-def test_losses_and_gradients(name: str, index: int) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_losses_and_gradients(name: str, index: int, chunk_size: int | None) -> None:
     case = common.read("training", name)["cases"][index]
     t = common.tensors("training", case["file"])
     for i, setting in enumerate(case["settings"]):
         model = common.drafter(name)
         for part in (model.embed_tokens, model.lm_head):
             part.requires_grad_(False)
-        out = run(model, t, objective_of(setting))
+        out = run(model, t, objective_of(setting, chunk_size))
         for ours, theirs in (
             ("loss", "loss"),
             ("ce_loss", "ce_loss"),

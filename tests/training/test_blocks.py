@@ -50,6 +50,7 @@ def test_hand_made_triples() -> None:
     target = tiny.llama()
     drafter = tiny.drafter_for(target)
     drafter.share_with(target)
+    drafter.objective = Objective(chunk_size=None)
     # Features are their position's own: only 0 and 1 move the logits of the block at anchor 2.
     for position in range(6):
         plain, moved = torch.zeros(2, 1, 6, drafter.config.context_width)

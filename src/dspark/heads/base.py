@@ -62,15 +62,18 @@ class SequentialHead(nn.Module):
         features, state = self.features(self.embed_previous(previous_ids), hidden, state)
         return self.markov_w2(features), state
 
-    def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced bias of whole blocks.
+    def block_features(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What `W2` is applied to, for whole teacher-forced blocks.
 
         Args:
             previous_ids: Token before each slot, int64 `[..., K]` (slot 0: the anchor), target ids.
             hidden: Hidden states `[..., K, D]`.
 
         Returns:
-            Bias `[..., K, Vd]`.
+            Features `[..., K, r]`.
         """
-        features, _ = self.features(self.embed_previous(previous_ids), hidden, None)
-        return self.markov_w2(features)
+        return self.features(self.embed_previous(previous_ids), hidden, None)[0]
+
+    def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Teacher-forced bias `[..., K, Vd]` of whole blocks; arguments as `block_features`."""
+        return self.markov_w2(self.block_features(previous_ids, hidden))

@@ -35,12 +35,12 @@ class RecurrentHead(SequentialHead):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
-    def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced bias, slot after slot with the state carried along; see [`SequentialHead.block_bias`]."""
+    def block_features(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Slot after slot, with the state carried along; see [`SequentialHead.block_features`]."""
         previous = self.embed_previous(previous_ids)
         state: torch.Tensor | None = torch.zeros_like(previous[..., 0, :])
         outputs = []
         for k in range(previous_ids.shape[-1]):
             features, state = self.features(previous[..., k, :], hidden[..., k, :], state)
             outputs.append(features)
-        return self.markov_w2(torch.stack(outputs, dim=-2))
+        return torch.stack(outputs, dim=-2)

@@ -7,7 +7,7 @@ Shape letters: `B` sequences, `S` tokens, `A` anchors per sequence, `K` draft to
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,3 +117,22 @@ def block_attention_mask(
     owner = torch.arange(anchors, device=device).repeat_interleave(block_size)
     own = (owner[:, None] == owner).expand(batch, -1, -1)
     return torch.cat([sees_context, own], dim=-1)[:, None]
+
+
+def flex_block_mask(
+    anchor_positions: torch.Tensor, keep: torch.Tensor, *, context_length: int, block_size: int
+) -> Any:
+    """`block_attention_mask` as flex attention's `BlockMask`, which is never laid out whole; arguments as there."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, anchors = anchor_positions.shape
+    device = anchor_positions.device
+    # A dummy block stands before every position, so it sees no context.
+    limits = torch.where(keep, anchor_positions, -1).repeat_interleave(block_size, dim=1)  # [B, A*q]
+    queries = anchors * block_size
+
+    def may_attend(b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        in_context = (kv < context_length) & (kv < limits[b, q])
+        return in_context | ((kv >= context_length) & ((kv - context_length) // block_size == q // block_size))
+
+    return create_block_mask(may_attend, batch, None, queries, context_length + queries, device=str(device))

@@ -28,6 +28,8 @@ class Objective:
             4.0, the paper the block size.
         num_anchors: Most blocks drawn per sequence.
         detach_confidence: Whether the confidence loss leaves the backbone alone (the reference: no).
+        chunk_size: Block positions whose vocabulary-wide tensors exist at a time; None: all of them, and the training
+            forward returns their logits. Values and gradients do not depend on it.
     """
 
     ce: float = 0.1
@@ -36,6 +38,7 @@ class Objective:
     decay: float | None = 4.0
     num_anchors: int = 512
     detach_confidence: bool = False
+    chunk_size: int | None = 256
 
     def __post_init__(self) -> None:
         if min(self.ce, self.l1, self.confidence) < 0 or not (self.ce or self.l1 or self.confidence):
@@ -47,11 +50,26 @@ class Objective:
             raise ValueError(f"`decay` must be positive or None, got {self.decay}.")
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"`chunk_size` must be at least 1 or None, got {self.chunk_size}.")
 
     @property
     def needs_target_law(self) -> bool:
         """Whether the target's distribution is needed at all (cross-entropy alone does without)."""
         return bool(self.l1 or self.confidence)
+
+    def require_law(self, has_law: bool, has_confidence: bool) -> None:
+        """Refuse an objective that compares with a law that is not there.
+
+        Raises:
+            ValueError: The target's law is needed and missing.
+        """
+        if not has_law and (self.l1 or (self.confidence and has_confidence)):
+            raise ValueError(
+                f"The objective (l1={self.l1}, confidence={self.confidence}) compares with the target's law, but no "
+                "target hidden states were given. Pass `target_last_hidden_states`, or use Objective(ce=1, l1=0, "
+                "confidence=0)."
+            )
 
 
 class TargetLaw(NamedTuple):
@@ -84,8 +102,12 @@ class TargetLaw(NamedTuple):
 
 def l1_distance(draft_probs: torch.Tensor, target: TargetLaw) -> torch.Tensor:
     """`||p_d - p_t||_1` over all of V, `[N]`: tokens outside the draft vocabulary count with the target's mass."""
-    inside = (draft_probs - target.probs).abs().sum(-1)
-    return inside + (1 - target.probs.sum(-1)).clamp(min=0)
+    return (draft_probs - target.probs).abs().sum(-1) + missing_mass(target)
+
+
+def missing_mass(target: TargetLaw) -> torch.Tensor:
+    """The target's probability of tokens outside the draft vocabulary, `[N]`."""
+    return (1 - target.probs.sum(-1)).clamp(min=0)
 
 
 class LossTerms(NamedTuple):
@@ -124,7 +146,7 @@ def block_loss(
     target: TargetLaw | None,
     confidence_logits: torch.Tensor | None,
 ) -> LossTerms:
-    """Loss of teacher-forced blocks.
+    """Loss of teacher-forced blocks whose logits are all there; `fused.vocabulary_loss` is the form for training.
 
     Args:
         logits: Draft logits after the sequential head, `[..., K, Vd]`.
@@ -138,35 +160,46 @@ def block_loss(
     Raises:
         ValueError: The objective needs the target's law and none was given.
     """
-    if target is None and (objective.l1 or (objective.confidence and confidence_logits is not None)):
-        raise ValueError(
-            f"The objective (l1={objective.l1}, confidence={objective.confidence}) compares with the target's law, "
-            "but no target hidden states were given. Pass `target_last_hidden_states`, or use Objective(ce=1, l1=0, "
-            "confidence=0)."
-        )
+    objective.require_law(target is not None, confidence_logits is not None)
     logits = logits.float()
     weights = position_weights(supervised, objective.decay)
-    total = weights.sum()
-    zero = logits.new_zeros(())
-    ce = l1 = confidence = zero
+    ce = l1 = logits.new_zeros(())
     acceptance = None
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return (values * weights).sum() / (total + _EPSILON)
-
     if objective.ce:
-        per_position = F.cross_entropy(logits.flatten(0, -2), labels.clamp(min=0).flatten(), reduction="none").view_as(
-            labels
-        )
-        ce = mean(per_position * (labels >= 0))
+        flat = F.cross_entropy(logits.flatten(0, -2), labels.clamp(min=0).flatten(), reduction="none")
+        ce = (flat.view_as(labels) * (labels >= 0) * weights).sum()
     if target is not None:
         distance = l1_distance(logits.softmax(-1), target)
         acceptance = (1 - 0.5 * distance.detach()).clamp(0, 1)
         if objective.l1:
-            l1 = mean(distance)
-        if objective.confidence and confidence_logits is not None:
-            confidence = mean(
-                F.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance, reduction="none")
-            )
-    loss = objective.ce * ce + objective.l1 * l1 + objective.confidence * confidence
-    return LossTerms(loss, ce, l1, confidence, total, acceptance)
+            l1 = (distance * weights).sum()
+    main = objective.ce * ce + objective.l1 * l1
+    return combine_terms(main, ce, l1, weights, acceptance, confidence_logits, objective)
+
+
+def combine_terms(
+    main: torch.Tensor,
+    ce: torch.Tensor,
+    l1: torch.Tensor,
+    weights: torch.Tensor,
+    acceptance: torch.Tensor | None,
+    confidence_logits: torch.Tensor | None,
+    objective: Objective,
+) -> LossTerms:
+    """Weighted sums over positions to means, plus the confidence term.
+
+    Args:
+        main: Weighted sum of `ce * CE + l1 * L1`.
+        ce, l1: Weighted sums of the terms.
+        weights: Position weights `[..., K]`.
+        acceptance: `[..., K]`, or None without a target law.
+        confidence_logits: `[..., K]`, or None without a confidence head.
+        objective: Weights of the terms.
+    """
+    total = weights.sum()
+    loss, confidence = main / (total + _EPSILON), main.new_zeros(())
+    if objective.confidence and confidence_logits is not None and acceptance is not None:
+        scores = F.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance, reduction="none")
+        confidence = (scores * weights).sum() / (total + _EPSILON)
+        loss = loss + objective.confidence * confidence
+    return LossTerms(loss, ce / (total + _EPSILON), l1 / (total + _EPSILON), confidence, total, acceptance)
