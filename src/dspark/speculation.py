@@ -22,12 +22,15 @@ class SpeculationConfig:
             (strictly; the reference's rule), in [0, 1]. 0 is off.
         survival_threshold: The block ends before the first slot whose survival (running product of calibrated
             confidences) is below this, in [0, 1]. 0 is off.
+        record_confidence: Keep each round's raw confidence logits in the statistics (for calibration and reliability
+            diagrams); needs a drafter with a confidence head.
     """
 
     policy: Policy = "threshold"
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float = 0.0
     survival_threshold: float = 0.0
+    record_confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):

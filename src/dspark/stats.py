@@ -29,6 +29,8 @@ class SpeculationStats:
         drafted: Draft tokens proposed per round (0: the round had no draft).
         verified: Draft tokens verified per round.
         accepted: Draft tokens accepted per round.
+        confidence_logits: Raw confidence logits of all drafts, per round with a draft; filled only where
+            `SpeculationConfig.record_confidence` asks for it. See [`SpeculationStats.scored_rounds`].
         num_new_tokens: Tokens emitted, the first one (from the prompt's own pass) included.
         num_target_passes: Forward passes of the target, the prompt's pass included.
         num_rows: Rows decoded.
@@ -42,6 +44,7 @@ class SpeculationStats:
     drafted: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    confidence_logits: list[list[float]] = field(default_factory=list)
     num_new_tokens: int = 0
     num_target_passes: int = 0
     num_rows: int = 0
@@ -116,6 +119,17 @@ class SpeculationStats:
             rates.append(sum(a > k for a in self.accepted) / reached if reached else 0.0)
         return rates
 
+    def scored_rounds(self) -> list[tuple[list[float], int, int]]:
+        """Rounds with recorded confidence: raw logits of all drafts, how many were verified, how many accepted.
+
+        Slots at or after `verified` say nothing about acceptance: they were cut, or the text ended before them.
+        """
+        rounds = [(v, a) for d, v, a in zip(self.drafted, self.verified, self.accepted, strict=True) if d]
+        return [
+            (logits, v, a)
+            for logits, (v, a) in zip(self.confidence_logits, rounds, strict=bool(self.confidence_logits))
+        ]
+
     def acceptance_histogram(self) -> list[int]:
         """Rounds by number of accepted drafts: entry a counts rounds that accepted a."""
         counts = [0] * (max(self.accepted, default=0) + 1)
@@ -129,6 +143,7 @@ class SpeculationStats:
             drafted=self.drafted + other.drafted,
             verified=self.verified + other.verified,
             accepted=self.accepted + other.accepted,
+            confidence_logits=self.confidence_logits + other.confidence_logits,
             num_new_tokens=self.num_new_tokens + other.num_new_tokens,
             num_target_passes=self.num_target_passes + other.num_target_passes,
             num_rows=self.num_rows + other.num_rows,

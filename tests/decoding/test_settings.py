@@ -99,7 +99,7 @@ def proposal_of(*rows: list[int]) -> Proposal:
 
 def confidence_of(*rows: list[float]) -> Confidence:
     own = torch.tensor(rows)
-    return Confidence(own, own.cumprod(-1))
+    return Confidence(own.logit(), own, own.cumprod(-1))
 
 
 @pytest.mark.parametrize(("settings", "kept"), [
@@ -309,3 +309,22 @@ def test_bad_values_are_refused_by_name_before_the_prompt(name: str, value: Any)
         hook.remove()
     assert not ran
     assert drafter.last_stats is None
+
+
+# --- recorded confidence --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"policy": "fixed"}, {"survival_threshold": 0.01}], ids=str)
+def test_recorded_confidence_changes_nothing_else(settings: dict[str, Any]) -> None:
+    drafter = oracle()
+    text = run(drafter, speculation=SpeculationConfig(**settings))
+    plain = drafter.last_stats
+    assert plain.confidence_logits == []
+    assert plain.scored_rounds() == []
+    drafter = oracle()  # its accept lengths start over
+    assert run(drafter, speculation=SpeculationConfig(**settings, record_confidence=True)) == text
+    stats = drafter.last_stats
+    assert (stats.verified, stats.accepted) == (plain.verified, plain.accepted)
+    assert len(stats.scored_rounds()) == sum(d > 0 for d in stats.drafted)
+    assert {len(logits) for logits, _, _ in stats.scored_rounds()} == {BLOCK}
+    assert all(verified >= accepted for _, verified, accepted in stats.merge(stats).scored_rounds())

@@ -70,7 +70,7 @@ def drop_from_unlikely_drafts(run: Any, proposal: Any, confidence: Any, drafts: 
 
 def drop_before_doubtful_slots(run: Any, proposal: Any, confidence: Any, drafts: list[list[int]]) -> list[list[int]]:
     """Slot k goes because of the confidence of slot k + 1, which has seen the token drawn at k."""
-    later = Confidence(confidence.own.roll(-1, 1), confidence.survival.roll(-1, 1))
+    later = Confidence(confidence.logits, confidence.own.roll(-1, 1), confidence.survival.roll(-1, 1))
     lengths = (later.own[:, :-1] >= 0.5).int().cumprod(-1).sum(-1).tolist()
     return [row[:length] for row, length in zip(drafts, lengths, strict=True)]
 

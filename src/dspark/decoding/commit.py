@@ -6,18 +6,28 @@ context features are exactly those of the tokens the cache kept.
 
 from __future__ import annotations
 
-from .state import DecodingRun, RowVerdict
+from .confidence import Confidence
+from .state import DecodingRun, Proposal, RowVerdict
 
 
-def commit(run: DecodingRun, drafts: list[list[int]], verdicts: list[RowVerdict], *, num_drafted: int) -> None:
+def commit(
+    run: DecodingRun,
+    drafts: list[list[int]],
+    verdicts: list[RowVerdict],
+    proposal: Proposal | None,
+    confidence: Confidence | None,
+) -> None:
     """Commit a round.
 
     Args:
         run: The call.
         drafts: Scheduled drafts per live row.
         verdicts: What verification decided.
-        num_drafted: Drafts each row's block proposed (0 in a round without drafts).
+        proposal: What the block proposed; None in a round without drafts.
+        confidence: Its scores, where they were computed.
     """
+    num_drafted = 0 if proposal is None else proposal.token_ids.shape[1]
+    logits = confidence.logits.tolist() if confidence is not None and run.settings.record_confidence else None
     kept = []
     finished = []
     for b, (row, verdict) in enumerate(zip(run.rows, verdicts, strict=True)):
@@ -29,6 +39,8 @@ def commit(run: DecodingRun, drafts: list[list[int]], verdicts: list[RowVerdict]
         # Only a stop leaves a round without a token of the target's own; drafts behind it were not decided on.
         verified = accepted if accepted == len(emitted) else len(drafts[b])
         run.stats.add_round(num_drafted, verified, accepted)
+        if logits is not None:
+            run.stats.confidence_logits.append(logits[b])
         run.stats.num_new_tokens += len(emitted)
         _record(run, verdict, len(emitted))
         run.anchors[b] = emitted[-1]

@@ -23,10 +23,12 @@ class Confidence(NamedTuple):
     """Scores of a block.
 
     Attributes:
+        logits: float32 `[B, g]`, as the confidence head gives them.
         own: float32 `[B, g]`, each slot's uncalibrated confidence (the reference's threshold looks at it).
         survival: float32 `[B, g]`, running product of calibrated confidences.
     """
 
+    logits: torch.Tensor
     own: torch.Tensor
     survival: torch.Tensor
 
@@ -34,7 +36,8 @@ class Confidence(NamedTuple):
 def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal) -> Confidence | None:
     """Scores of every slot, or None when no rule of this call looks at them or the drafter has no confidence head."""
     settings = run.settings
-    if settings.policy == "fixed" or not (settings.assistant_confidence_threshold or settings.survival_threshold):
+    looks = settings.assistant_confidence_threshold or settings.survival_threshold
+    if not settings.record_confidence and (settings.policy == "fixed" or not looks):
         return None
     with run.stats.forward("drafter"):
         logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
@@ -45,7 +48,7 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
     own = logits.sigmoid()
     temperatures = run.drafter.config.confidence_temperatures
     calibrated = own if temperatures is None else (logits / logits.new_tensor(temperatures)).sigmoid()
-    return Confidence(own, calibrated.cumprod(-1))
+    return Confidence(logits, own, calibrated.cumprod(-1))
 
 
 __all__ = ["Confidence", "estimate_confidence"]

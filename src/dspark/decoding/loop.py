@@ -28,7 +28,7 @@ def decode_round(run: DecodingRun) -> None:
     """One round: context, draft, propose, confidence, schedule, verify, commit."""
     step = run.stats.step
     limits = run.max_drafts()
-    proposal = None
+    proposal = confidence = None
     drafts: list[list[int]] = [[] for _ in run.rows]
     if max(limits) > 0:
         with step("context"):
@@ -47,7 +47,7 @@ def decode_round(run: DecodingRun) -> None:
     with step("verify"):
         verdicts = verify(run, proposal, drafts)
     with step("commit"):
-        commit(run, drafts, verdicts, num_drafted=0 if proposal is None else proposal.token_ids.shape[1])
+        commit(run, drafts, verdicts, proposal, confidence)
 
 
 def _commit_first(run: DecodingRun, verdicts: list[RowVerdict]) -> None:

@@ -25,7 +25,7 @@ def schedule(
         limits: Most drafts per row (`DecodingRun.max_drafts`).
     """
     lengths = limits
-    if confidence is not None:
+    if confidence is not None and run.settings.policy != "fixed":
         lengths = [min(pair) for pair in zip(limits, _confident(run, confidence), strict=True)]
     drafts = []
     for tokens, length in zip(proposal.token_ids.tolist(), lengths, strict=True):
