@@ -181,6 +181,8 @@ def test_damaged_weights_are_named(folder, spoil) -> None:
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: [path.unlink() for path in f.iterdir()], "has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "not a valid JSON file"),
+        (lambda f: (f / "config.json").write_text("[1]"), "is not a JSON object"),
+        (lambda f: (f / "config.json").write_text("null"), "is not a JSON object"),
         (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
         (lambda f: shutil.rmtree(f), "drafter"),
     ],

@@ -36,7 +36,12 @@ def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConf
     """
     from dspark.conversion import FORMATS  # here: conversion imports the config class from this package
 
-    raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
+    except TypeError:  # what transformers makes of null
+        raw = None
+    if not isinstance(raw, dict):
+        raise OSError(f"The config.json of {source} is not a JSON object, so no drafter can be read from it.")
     if not raw:
         hint = ""
         if os.path.isfile(os.path.join(source, "adapter_config.json")):
