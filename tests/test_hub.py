@@ -193,9 +193,10 @@ def test_missing_files_are_named(folder, spoil, message) -> None:
         load(folder)
 
 
-def test_adapter_folder_says_how_to_load_it(tmp_path) -> None:
+def test_adapter_without_a_drafter_says_how_to_load_it(tmp_path) -> None:
+    pytest.importorskip("peft")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(OSError, match=r"holds an adapter: load its drafter, then `peft\.PeftModel\.from_pretrained"):
+    with pytest.raises(ValueError, match=r"does not say which drafter .* `drafter\.load_adapter\(folder\)`"):
         load(tmp_path)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.generation import GenerationMixin
 
 import dspark
+from dspark import calibration, evaluation
 from dspark.decoding.rejection import Verdict, rejection_sample
 from tests.decoding.pair import BLOCK, distinct, oracle, plain, target
 from tests.scripted import drafter_config
@@ -35,6 +36,7 @@ DEFAULTS = {
     "num_assistant_tokens": None,
     "assistant_confidence_threshold": 0.0,
     "survival_threshold": 0.0,
+    "record_confidence": False,
 }
 
 
@@ -97,6 +99,23 @@ def test_the_keys_of_a_summary() -> None:
         "num_target_passes", "tokens_per_pass", "survival_rate", "conditional_acceptance", "step_seconds",
         "fallback_reason",
     }  # fmt: skip
+
+
+def test_calibration() -> None:
+    assert parameters(calibration.fit_sequential_temperatures) == [
+        "confidence_logits", "accepted_lengths", "verified_lengths", "min_rounds", "num_bins",
+    ]  # fmt: skip
+    assert parameters(calibration.expected_calibration_error) == ["predicted", "observed", "num_bins"]
+    assert list(calibration.__all__) == sorted(calibration.__all__)
+    assert {"auc", "reliability_bins", "position_reliability", "survival"} < set(calibration.__all__)
+
+
+def test_evaluation() -> None:
+    assert parameters(evaluation.evaluate) == ["target", "drafters", "prompts", "settings", "log", "progress"]
+    assert parameters(evaluation.report_markdown) == ["report", "heading_level"]
+    assert [field.name for field in fields(evaluation.EvaluationSettings)] == [
+        "temperatures", "thresholds", "max_new_tokens", "seed", "speed", "reliability",
+    ]  # fmt: skip
 
 
 def test_transformers_knows_the_model(tmp_path: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from .target import describe, embedding_module, head_module, text_config, unwrap
@@ -73,17 +74,25 @@ def call_head(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Logits of a borrowed head, called in its own dtype and on its own device."""
     stored = next(chain(head.parameters(), head.buffers()), None)
     if stored is None:
-        return head(hidden)
+        return _call(head, hidden)
     # A quantised head takes activations as they are.
     dtype = stored.dtype if _holds_numbers(stored) else hidden.dtype
     # On the meta device is what accelerate offloads; its hook moves the input.
-    return head(hidden.to(hidden.device if stored.is_meta else stored.device, dtype))
+    return _call(head, hidden.to(hidden.device if stored.is_meta else stored.device, dtype))
 
 
 def call_embedding(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Embeddings of `token_ids`, looked up on the embedding's own device."""
     stored = next(chain(embedding.parameters(), embedding.buffers()), None)
-    return embedding(token_ids if stored is None or stored.is_meta else token_ids.to(stored.device))
+    return _call(embedding, token_ids if stored is None or stored.is_meta else token_ids.to(stored.device))
+
+
+def _call(module: nn.Module, argument: torch.Tensor) -> torch.Tensor:
+    """`module(argument)`, with gradients for the argument only: what is borrowed is not trained, frozen or not."""
+    if not torch.is_grad_enabled():
+        return module(argument)
+    trainable = {name: weight.detach() for name, weight in module.named_parameters() if weight.requires_grad}
+    return functional_call(module, trainable, (argument,)) if trainable else module(argument)
 
 
 def _holds_numbers(stored: torch.Tensor) -> bool:

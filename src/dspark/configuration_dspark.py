@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
@@ -56,7 +57,9 @@ class DSparkConfig(PreTrainedConfig):
         enable_confidence_head (`bool`): Whether the drafter predicts acceptance (eq. 7).
         confidence_head_with_markov (`bool`): Whether that head also sees the previous token's Markov embedding.
         confidence_head_bias (`bool`): Whether its projection has a bias (DeepSpec: yes, DeepSeek-V4: no).
-        confidence_temperatures (`list[float]`, *optional*): Calibrated temperature per draft position (section 3.2.1).
+        confidence_temperatures (`list[float]` or `dict[str, list[float]]`, *optional*): Calibrated temperature per
+            draft position (section 3.2.1), for every decoding temperature or, keyed by it (`{"0": [...], "1": [...]}`,
+            0 is greedy), for some: see [`DSparkConfig.temperatures_at`].
         share_embedding (`bool`): The embedding is borrowed from the target by reference and not stored.
         share_lm_head (`bool`): The LM head is borrowed from the target by reference and not stored.
         target (`dict`, *optional*): Note on the target it was trained for, as `dspark.pairing.fingerprint`
@@ -105,7 +108,7 @@ class DSparkConfig(PreTrainedConfig):
         enable_confidence_head: bool = True,
         confidence_head_with_markov: bool | None = None,
         confidence_head_bias: bool = True,
-        confidence_temperatures: list[float] | None = None,
+        confidence_temperatures: list[float] | dict[str, list[float]] | None = None,
         share_embedding: bool = True,
         share_lm_head: bool | None = None,
         target: dict[str, Any] | None = None,
@@ -151,7 +154,7 @@ class DSparkConfig(PreTrainedConfig):
             else confidence_head_with_markov
         )
         self.confidence_head_bias = confidence_head_bias
-        self.confidence_temperatures = _as_list(confidence_temperatures)
+        self.confidence_temperatures = _as_rows(confidence_temperatures)
         self.share_embedding = share_embedding
         # A reduced vocabulary has no head to borrow, so it owns one.
         self.share_lm_head = draft_vocab_size is None if share_lm_head is None else share_lm_head
@@ -165,6 +168,23 @@ class DSparkConfig(PreTrainedConfig):
         check_choice(self, "markov_head_type", get_args(MarkovHeadType))
         check_config(self)  # before the base class, which fills gaps in the rotary parameters
         super().__init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Config of a folder or Hub id as a dict, in whatever format it has; see `PreTrainedConfig.get_config_dict`.
+
+        Through here others read the config of a drafter by its class: PEFT does when it saves an adapter of one.
+        """
+        from dspark.conversion import FORMATS  # here: conversion imports this module
+
+        raw, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if raw.get("model_type", cls.model_type) != cls.model_type:
+            for module in FORMATS.values():
+                if module.recognises(raw):
+                    return module.read_config(raw, source=str(pretrained_model_name_or_path)).to_dict(), rest
+        return raw, rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -204,9 +224,32 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the target hidden states the drafter takes: tapped layers times D_t."""
         return len(self.target_layer_ids or ()) * (self.target_hidden_size or self.hidden_size)
 
+    def temperatures_at(self, decoding_temperature: float) -> list[float] | None:
+        """Confidence temperatures, one per draft position, for text decoded at `decoding_temperature` (0: greedy).
+
+        Of several lists the one whose key is nearest, the lower of two equally near; None: not calibrated. Drafts are
+        accepted by agreement of the arg-maxes at 0 and by overlap of the laws above, so the lists differ.
+        """
+        return nearest_row(self.confidence_temperatures, decoding_temperature)
+
+
+def nearest_row(rows: list[float] | dict[str, list[float]] | None, decoding_temperature: float) -> list[float] | None:
+    """[`DSparkConfig.temperatures_at`] of a `confidence_temperatures` on its own."""
+    if not isinstance(rows, dict):
+        return rows
+    return rows[min(rows, key=lambda key: (abs(float(key) - decoding_temperature), float(key)))]
+
 
 def _as_list(values: Any) -> Any:
     return list(values) if isinstance(values, list | tuple) else values
+
+
+def _as_rows(values: Any) -> Any:
+    """A list, or lists by decoding temperature with keys as JSON has them."""
+    if not isinstance(values, Mapping):
+        return _as_list(values)
+    rows = {key if isinstance(key, str) else str(key): _as_list(row) for key, row in values.items()}
+    return rows if len(rows) == len(values) else values  # `1` and `"1"`: the rules name both
 
 
 def _field_names() -> set[str]:
@@ -223,4 +266,4 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
         raise TypeError(f"DSparkConfig has no field `{key}` (got {kwargs[key]!r}).{hint}")
 
 
-__all__ = ["DSparkConfig", "Family", "MarkovHeadType"]
+__all__ = ["DSparkConfig", "Family", "MarkovHeadType", "nearest_row"]

@@ -27,6 +27,8 @@ _FLAGS = (
     "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head",
 )  # fmt: skip
 _POSITIVE = ("rms_norm_eps", "embed_scale", "final_logit_softcapping")
+# What float32, in which logits are divided, can hold.
+_SMALLEST, _LARGEST = 1e-37, 1e38
 # What each rotary type cannot do without; `rope_theta` comes on top everywhere.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -61,6 +63,7 @@ def check_config(config: Any) -> None:
     _check_block(config)
     _check_target_layers(config)
     _check_heads(config)
+    _check_temperatures(config)
     _check_sharing(config)
 
 
@@ -208,19 +211,41 @@ def _check_heads(config: Any) -> None:
             "`confidence_head_with_markov=True` needs both `enable_confidence_head=True` and a sequential head "
             f"(`markov_rank` > 0), got {config.enable_confidence_head} and {rank}."
         )
+
+
+def _check_temperatures(config: Any) -> None:
     temperatures = config.confidence_temperatures
     if temperatures is None:
         return
-    is_list = isinstance(temperatures, list) and len(temperatures) == config.num_draft_tokens
-    if not is_list or not all(_is_number(t) and t > 0 for t in temperatures):
-        raise ValueError(
-            f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft position, "
-            f"or None, got {temperatures!r}."
-        )
+    if isinstance(temperatures, dict):
+        _check_decoding_temperatures(list(temperatures))
+    for row in temperatures.values() if isinstance(temperatures, dict) else [temperatures]:
+        is_list = isinstance(row, list) and len(row) == config.num_draft_tokens
+        if not is_list or not all(_is_number(t) and _SMALLEST <= t <= _LARGEST for t in row):
+            raise ValueError(
+                f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft "
+                f"position, or such lists by decoding temperature, or None, got {temperatures!r}."
+            )
     if not config.enable_confidence_head:
         raise ValueError(
             f"`confidence_temperatures` is {temperatures}, but there is no confidence head to divide "
             "(`enable_confidence_head=False`). Leave it None."
+        )
+
+
+def _check_decoding_temperatures(keys: list[Any]) -> None:
+    try:
+        values = [float(key) for key in keys]
+    except (TypeError, ValueError):
+        values = [-1.0]
+    if not values or not all(math.isfinite(value) and value >= 0 for value in values):
+        raise ValueError(
+            "`confidence_temperatures` as a dict must be keyed by decoding temperatures, numbers of at least 0 (0 is "
+            f"greedy) such as '0' and '1.0', got {', '.join(map(repr, keys)) or 'none'}."
+        )
+    if len(set(values)) < len(values):
+        raise ValueError(
+            f"`confidence_temperatures` must name each decoding temperature once, got {', '.join(map(repr, keys))}."
         )
 
 

@@ -15,11 +15,14 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
+from .adapter_files import drafter_of_adapter, find_adapter, read_adapter_config
 from .configuration_dspark import DSparkConfig
+from .peft_layers import carries_adapters
 
 _CONFIG_KEYS = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
 )  # fmt: skip
+_OF_ADAPTER = ("revision", "subfolder")  # these say where an adapter is, not its drafter
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -45,7 +48,7 @@ def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConf
     if not raw:
         hint = ""
         if os.path.isfile(os.path.join(source, "adapter_config.json")):
-            hint = " It holds an adapter: load its drafter, then `peft.PeftModel.from_pretrained(drafter, folder)`."
+            hint = " It holds an adapter: `DSparkDrafter.from_pretrained` loads it with its drafter."
         raise OSError(f"{source} has no config.json (or an empty one), so there is no drafter to load from it.{hint}")
     if raw.get("model_type") == DSparkConfig.model_type:
         try:
@@ -71,13 +74,21 @@ class LoadsAnyFormat:
         """Load a drafter from a local folder or a Hub id.
 
         Args:
-            pretrained_model_name_or_path: Folder or Hub id, in our format or any that `dspark.conversion` reads.
-            *args, **kwargs: As `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
+            pretrained_model_name_or_path: Folder or Hub id, in our format or any that `dspark.conversion` reads; or of
+                a PEFT adapter, which is then active in the drafter it was trained on.
+            *args, **kwargs: As `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`,
+                `adapter_name`, ...).
 
         Raises:
+            ImportError: It is an adapter, and PEFT is not installed.
             ValueError: Not a drafter, or tensors are missing, unexpected or wrongly shaped (all are named).
             OSError: No safetensors weights to read, or damaged ones.
         """
+        # AutoModel follows an adapter to its drafter by itself, and leaves the adapter's place here.
+        of_adapter = dict(kwargs.get("adapter_kwargs") or {})
+        if (adapter := of_adapter.pop("_adapter_model_path", None)) is not None:
+            del kwargs["adapter_kwargs"]
+            return cls._with_adapter(pretrained_model_name_or_path, args, kwargs, adapter, of_adapter)
         config = kwargs.pop("config", None)
         if not isinstance(config, DSparkConfig):
             if config is not None and not isinstance(config, str | os.PathLike):
@@ -86,7 +97,17 @@ class LoadsAnyFormat:
                     f"{type(config).__name__}."
                 )
             hub_kwargs = {key: kwargs[key] for key in _CONFIG_KEYS if key in kwargs}
-            config = read_config(pretrained_model_name_or_path if config is None else config, **hub_kwargs)
+            try:
+                config = read_config(pretrained_model_name_or_path if config is None else config, **hub_kwargs)
+            except OSError:
+                adapter = pretrained_model_name_or_path
+                if config is not None or (folder := find_adapter(adapter, **hub_kwargs)) is None:
+                    raise
+                settings = read_adapter_config(folder, adapter)
+                base = drafter_of_adapter(settings, folder, adapter)
+                own = {"revision": settings.revision} if settings.revision else {}
+                kwargs = {key: value for key, value in kwargs.items() if key not in _OF_ADAPTER}
+                return cls._with_adapter(base, args, {**kwargs, **own}, adapter, hub_kwargs)
             overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in config.to_dict() and key != "dtype"}
             if overrides:
                 config = DSparkConfig.from_dict({**config.to_dict(), **overrides})
@@ -111,9 +132,33 @@ class LoadsAnyFormat:
         _check_draft_ids(pretrained_model_name_or_path, model.draft_token_ids, config.vocab_size)
         return (model, info) if wants_info else model
 
+    @classmethod
+    def _with_adapter(
+        cls, base: Any, args: Any, kwargs: dict[str, Any], adapter: Any, hub_kwargs: dict[str, Any]
+    ) -> Any:
+        """The drafter `base`, loaded with `args` and `kwargs`, with an adapter in it, loaded with `hub_kwargs`."""
+        name = kwargs.pop("adapter_name", "default")
+        try:
+            loaded = cls.from_pretrained(base, *args, **kwargs)
+        except OSError as error:
+            raise OSError(
+                f"The drafter of the adapter {adapter} is {base!r} by its adapter_config.json, which cannot be "
+                f"loaded: {error} Put it there, write its right place into base_model_name_or_path, or load it by "
+                "itself and then call `drafter.load_adapter(folder)`."
+            ) from error
+        drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+        if carries_adapters(drafter):
+            raise ValueError(
+                f"The adapter {adapter} was trained on {base}, which is an adapter itself. Merge that one into a "
+                "drafter first: `from_pretrained(...).merge_and_unload().save_pretrained(...)`."
+            )
+        drafter.load_adapter(adapter, name, **hub_kwargs)
+        return loaded
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write config and weights to a folder that `from_pretrained` loads; borrowed modules are not part of it.
 
+        Of a drafter with adapters only the active adapter is written (`merge_and_unload` first for a whole drafter).
         All files are written aside first, so a save that fails changes no file, and one that succeeds leaves no
         weights of an earlier save behind. With `push_to_hub`, or when many processes save together, transformers
         writes in place.
@@ -122,6 +167,8 @@ class LoadsAnyFormat:
             save_directory: The folder; made if needed.
             **kwargs: As `PreTrainedModel.save_pretrained` (`max_shard_size`, `variant`, ...).
         """
+        if carries_adapters(self):  # type: ignore[arg-type]
+            self.note_adapters()  # type: ignore[attr-defined]
         save = super().save_pretrained  # type: ignore[misc]
         in_place = kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint")
         if in_place or not kwargs.get("is_main_process", True):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
 
+from .adapters import CarriesAdapters
 from .borrowing import SharedModules, TeacherHead, borrow, call_embedding, call_head, teacher_head
 from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
@@ -27,6 +28,7 @@ from .heads import ConfidenceHead, build_sequential_head
 from .hub import LoadsAnyFormat
 from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
 from .objective import Objective, sample_anchors
+from .peft_layers import base_module
 from .speculation import SpeculationConfig
 from .training_forward import check_shapes, training_forward
 
@@ -68,7 +70,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
         super()._set_gradient_checkpointing(enable=enable, **kwargs)
 
 
-class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
+class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
     """A DSpark drafter.
 
     Tensor names follow DeepSpec: `fc`, `hidden_norm`, `layers.*`, `norm`, `markov_head.*`, `confidence_head.proj.*`,
@@ -379,8 +381,10 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             generator: Source of the anchor draws.
 
         Raises:
-            ValueError: Shapes disagree, or the objective needs the target's law and it is missing.
+            ValueError: Shapes disagree, or the objective needs the target's law and it is missing, or an adapter was
+                to train what is borrowed.
         """
+        self.check_adapters()
         check_shapes(
             input_ids,
             target_hidden_states=target_hidden_states,
@@ -407,7 +411,7 @@ class DSparkDrafter(LoadsAnyFormat, DSparkPreTrainedModel):
             return self._teacher
         # DeepSpec stores a frozen copy of the target's whole head, which then serves as the target's.
         if self.lm_head is not None and self.draft_token_ids is None:
-            return TeacherHead(self.lm_head, self.config.final_logit_softcapping, None)
+            return TeacherHead(base_module(self.lm_head), self.config.final_logit_softcapping, None)
         raise ValueError(
             "The loss compares with the target's law, which needs the target's LM head, and this drafter does not "
             "store all of it. Call `drafter.share_with(target)` before training."

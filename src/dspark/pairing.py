@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .pairing_rules import RULES, DraftFacts, Finding, Pair
 from .target import describe, is_on_meta, text_config, unwrap
-from .target_note import FactCache, draft_vocab_hash, fingerprint, hash_rows, target_facts
+from .target_note import FactCache, adapter_hash, draft_vocab_hash, fingerprint, hash_rows, target_facts
 
 logger = logging.get_logger("dspark.pairing")
 
@@ -54,7 +54,9 @@ def check_pair(target: PreTrainedModel, drafter: Any, *, tokenizer: Any = None) 
     on_meta = [name for name, is_meta in (("target", facts.is_on_meta), ("drafter", own.is_on_meta)) if is_meta]
     if on_meta:
         return [Finding("error", "device", _ON_META.format(" and the ".join(on_meta)))]
-    pair = Pair(target, config, text_config(target), facts, own, config.target or {}, tokenizer)
+    # Adapters are switched without a change to any weight, so they are looked at each time.
+    adapters, note = adapter_hash(target), config.target or {}
+    pair = Pair(target, config, text_config(target), facts, adapters, own, note, tokenizer)
     return [finding for rule in RULES for finding in rule(pair)]
 
 

@@ -55,6 +55,7 @@ class Pair(NamedTuple):
         config: The drafter's config.
         text: Config of the target's text decoder.
         facts: Read from the target's weights.
+        adapter_hash: Of the target's active adapters, see `target_note.adapter_hash`.
         own: Read from the drafter's.
         note: The drafter's note on the target it was trained for; empty without one.
         tokenizer: Of the target, or None.
@@ -64,6 +65,7 @@ class Pair(NamedTuple):
     config: Any
     text: Any
     facts: TargetFacts
+    adapter_hash: str | None
     own: DraftFacts
     note: dict[str, Any]
     tokenizer: Any
@@ -224,6 +226,7 @@ def _weights(pair: Pair) -> Iterator[Finding]:
         for name, digest, noted in (
             ("the embedding", now.embedding, note.get("embedding_hash")),
             ("the LM head", now.lm_head, note.get("lm_head_hash")),
+            ("its active adapters", pair.adapter_hash, note.get("adapter_hash", "none" if layers else None)),
         )
         if None not in (digest, noted) and digest != noted
     ]

@@ -97,8 +97,9 @@ class SpeculationStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens per row over forward passes of the target, the prompt's pass included."""
-        return self.num_new_tokens / max(self.num_rows, 1) / self.num_target_passes if self.num_target_passes else 0.0
+        """Emitted tokens over target passes per live row, the prompt's pass included: 1.0 is plain decoding."""
+        passes = self.num_rounds + self.num_rows
+        return self.num_new_tokens / passes if passes else 0.0
 
     @property
     def host_share(self) -> float:

@@ -13,13 +13,14 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .peft_layers import active_adapter_weights, base_parameters
 from .target import (
     decoder_layers,
     embedding_module,
@@ -40,6 +41,7 @@ _SMALLEST = 2.0**-14  # below it fp16 is subnormal and loses bits that bf16 keep
 # One string per thing tokenizers disagree on: words, digits, code and indentation, accents, another script.
 _PROBES = ("The quick brown fox", "In 2024, 3.14159 > 1000", "def f(x):\n    return x", "déjà vu, naïve", "你好")
 _THINKING = re.compile(r"\b(enable_thinking|thinking|reasoning_effort)\b")
+_NO_ADAPTER = "none"
 
 _Watched = tuple["weakref.ref[torch.Tensor]", int]  # a tensor and its version
 Facts = TypeVar("Facts")
@@ -99,6 +101,11 @@ class FactCache(Generic[Facts]):
             with self._lock:
                 self._kept[model] = (watched, facts)
 
+    def forget(self, model: Any) -> None:
+        """Keep nothing of `model`."""
+        with self._lock:
+            self._kept.pop(model, None)
+
 
 _facts: FactCache[TargetFacts] = FactCache()
 
@@ -136,6 +143,7 @@ def fingerprint(
         "embedding_hash": hashes.embedding,
         "lm_head_hash": hashes.lm_head,
         "layer_hashes": hashes.layers or None,
+        "adapter_hash": adapter_hash(target),
     }
     if tokenizer is not None:
         note.update(tokenizer_note(tokenizer))
@@ -178,8 +186,32 @@ def hash_rows(weight: Any) -> str | None:
     return _digest(rows.view(torch.int16).numpy().tobytes())
 
 
+def hash_matrices(matrices: Iterable[Any]) -> str | None:
+    """One hash of several matrices, in order; None if one of them cannot be read."""
+    hashes = [hash_rows(matrix) for matrix in matrices]
+    return None if None in hashes else _digest("".join(map(str, hashes)).encode())
+
+
+def adapter_hash(target: PreTrainedModel) -> str | None:
+    """Hash of the PEFT adapters that take part in the target's passes as it stands; `"none"` without one.
+
+    Switched off, merged into the weights, or fresh and without effect is without one. None: they cannot be read.
+    """
+    target = unwrap(target)
+    if not hasattr(target, "peft_config"):  # PEFT's mark on a model it has put adapters into
+        return _NO_ADAPTER
+    weights = active_adapter_weights(target)
+    if not weights:
+        return _NO_ADAPTER
+    step = max(len(weights) // _LAYER_WEIGHTS, 1)
+    return hash_matrices(weights[::step])
+
+
 def target_facts(target: PreTrainedModel) -> TargetFacts:
     """`read_facts`, or what it said last time if the sampled weights have not changed (see `FactCache`)."""
+    if hasattr(target, "peft_config"):  # PEFT merges adapters through `.data`
+        _facts.forget(target)
+        return read_facts(target)
     facts = _facts.get(target, _end_weights(target))
     return read_facts(target) if facts is None else facts
 
@@ -190,7 +222,7 @@ def read_facts(target: PreTrainedModel) -> TargetFacts:
     matrices, problem = _middle_layer(target)
     layers = {name: digest for name, weight in matrices.items() if (digest := hash_rows(weight)) is not None}
     facts = TargetFacts(WeightHashes(hash_rows(ends[0]), hash_rows(ends[1]), layers), is_on_meta(target), problem)
-    if not facts.is_on_meta:
+    if not facts.is_on_meta and not hasattr(target, "peft_config"):
         _facts.put(target, [*ends, *matrices.values()], facts)
     return facts
 
@@ -208,11 +240,7 @@ def _middle_layer(target: PreTrainedModel) -> tuple[dict[str, torch.Tensor], str
         layers = decoder_layers(target)
     except ValueError as error:
         return {}, str(error)
-    matrices = {
-        name.replace(".base_layer", ""): weight  # PEFT's name for the weight under an adapter
-        for name, weight in layers[len(layers) // 2].named_parameters()
-        if weight.dim() == 2
-    }
+    matrices = {name: w for name, w in base_parameters(layers[len(layers) // 2]) if w.dim() == 2}
     return dict(sorted(matrices.items())[:_LAYER_WEIGHTS]), None
 
 
@@ -236,8 +264,10 @@ __all__ = [
     "FactCache",
     "TargetFacts",
     "WeightHashes",
+    "adapter_hash",
     "draft_vocab_hash",
     "fingerprint",
+    "hash_matrices",
     "hash_rows",
     "read_facts",
     "target_facts",

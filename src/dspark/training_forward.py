@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from .borrowing import SharedModules, call_head
+from .families import Rotary
 from .modeling_outputs import DSparkTrainingOutput
 from .objective import (
     Blocks,
     LossTerms,
+    Objective,
     TargetLaw,
     VocabularyHeads,
     block_attention_mask,
@@ -45,14 +47,25 @@ class _Rows(NamedTuple):
 
 
 class PlainContext:
-    """Context keys and values of the training forward: concatenated, never cached."""
+    """Context keys and values of the training forward, never cached.
 
-    def __init__(self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.keys_values = keys_values
+    Each layer makes its own inside its own forward pass: there a sharded layer's weights are whole, and a
+    checkpointed layer keeps nothing of them alive.
+
+    Args:
+        layers: The draft layers.
+        features: Context features `[B, S, D]`.
+        rotary: Rotary tables of their positions.
+    """
+
+    def __init__(self, layers: Sequence[Any], features: torch.Tensor, rotary: Rotary) -> None:
+        self.layers = layers
+        self.features = features
+        self.rotary = rotary
 
     def extend(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The context's keys and values, then those given, `[B, heads, S + A*q, head_dim]`."""
-        context_keys, context_values = self.keys_values[layer_idx]
+        context_keys, context_values = self.layers[layer_idx].self_attn.keys_values(self.features, self.rotary)
         return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
 
 
@@ -69,7 +82,8 @@ def training_forward(
     shared = drafter.shared_modules(None)
     objective = drafter.objective
     blocks = build_blocks(input_ids, loss_mask, *anchors, drafter.config.num_draft_tokens)
-    hidden = _block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
+    with _backbone_gradient(objective):
+        hidden = _block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
     head = drafter.markov_head
     features = None if head is None else head.block_features(blocks.previous_ids, hidden)
     seen = hidden.detach() if objective.detach_confidence else hidden
@@ -100,10 +114,16 @@ def training_forward(
     )
 
 
+def _backbone_gradient(objective: Objective) -> Any:
+    """A context that records gradients of the backbone where they are wanted at all."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and not objective.heads_only)
+
+
 def _logits(
     drafter: DSparkDrafter, shared: SharedModules, hidden: torch.Tensor, features: torch.Tensor | None
 ) -> torch.Tensor:
-    logits = drafter.base_logits(hidden, shared)
+    with _backbone_gradient(drafter.objective):
+        logits = drafter.base_logits(hidden, shared)
     return logits if features is None else logits + drafter.markov_head.markov_w2(features)  # type: ignore[union-attr]
 
 
@@ -117,8 +137,10 @@ def _chunked_terms(
     """Terms over the supervised positions only; the others never meet the vocabulary."""
     objective, supervised = drafter.objective, rows.supervised
     weights = position_weights(supervised, objective.decay)
-    head = drafter.lm_head if drafter.lm_head is not None else shared.lm_head
-    modules = [head] if drafter.markov_head is None else [head, drafter.markov_head.markov_w2]
+    modules = [
+        None if objective.heads_only else drafter.lm_head,  # a borrowed one is never trained
+        None if drafter.markov_head is None else drafter.markov_head.markov_w2,
+    ]
     vocabulary = vocabulary_loss(
         rows.hidden[supervised],
         None if rows.features is None else rows.features[supervised],
@@ -149,7 +171,7 @@ def _block_hidden(
     anchors, size = blocks.anchor_positions.shape[1], drafter.config.block_size
     features = drafter.project_context(target_hidden_states)
     places = torch.arange(length, device=features.device).expand(batch, -1)
-    context = PlainContext(drafter.context_keys_values(features, places))
+    context = PlainContext(list(drafter.layers), features, drafter.rotary_emb(features, places))
     slots = torch.arange(size, device=input_ids.device)
     positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
     block_ids = drafter.masked_blocks(input_ids.gather(1, blocks.anchor_positions))

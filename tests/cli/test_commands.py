@@ -83,6 +83,21 @@ def test_demo_streams_and_prints_tables(pair: dict[str, str]) -> None:
         assert text in result.output
 
 
+def test_doctor_names_what_is_wrong(pair: dict[str, str]) -> None:
+    """A random drafter of which much is expected: no setting is to blame."""
+    models = ["--target", pair["target"], "--drafter", pair["drafter"]]
+    args = ["doctor", *models, "--limit", "1", "--max-new-tokens", "8", "--expect", "7.5"]
+    result = runner.invoke(app, [*args, "--json"])
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert "own report says 7.50" in found["verdict"]
+    assert {suspect["name"] for suspect in found["suspects"]} >= {"anchor convention (slot 0 ignored)"}
+    shown = runner.invoke(app, args)
+    assert shown.output.index("7.50") < shown.output.index("changed")
+    missing = runner.invoke(app, [*args, "--prompts", "no/such.jsonl"])
+    assert missing.exit_code == 2
+
+
 def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
     facts = json.loads(runner.invoke(app, ["inspect", pair["drafter"], "--json"]).stdout)
     assert facts["block_size"] == 7
@@ -106,7 +121,7 @@ def test_bad_input_exits_with_2_and_says_why(pair: dict[str, str], args: list[st
     assert words in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "inspect", "data", "train"])
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect", "doctor", "data", "train"])
 def test_help_describes_every_option(command: str) -> None:
     result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0

@@ -62,6 +62,11 @@ ROW_WISE = {
         {"assistant_confidence_threshold": 0.4}, {"block_size": 3}, horizon=2, varies=True
     ),
     "survival": Case({"survival_threshold": 0.3}, {"confidence_temperatures": [2.0, 0.5]}, varies=True),
+    "survival, calibrated by decoding temperature": Case(
+        {"survival_threshold": 0.3, "temperature": 0.9},
+        {"confidence_temperatures": {"0": [0.1, 0.1], "1": [2.0, 0.5]}},
+        varies=True,
+    ),
     "cap": Case({"num_assistant_tokens": 1}),
     "length limit": Case({"max_new_tokens": 3}, {"block_size": 3}, varies=True),
     "end in the block": Case({"eos_token_id": 1}, varies=True),

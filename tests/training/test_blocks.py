@@ -2,7 +2,8 @@
 
 Catches: blocks that see context by block index instead of position (and so the future), features or labels shifted by
 one, a first answer token that is never an anchor, a cross-entropy-only run that demands the target's law, a confidence
-loss whose reach into the backbone cannot be chosen.
+loss whose reach into the backbone cannot be chosen, a batch without anchors that leaves parameters without gradients
+(devices wait for all of them), targets in another vocabulary than the drafter's.
 """
 
 from __future__ import annotations
@@ -102,3 +103,52 @@ def test_confidence_loss_reaches_the_backbone_unless_detached(detach: bool) -> N
     out.loss.backward()
     assert (drafter.fc.weight.grad is None) == detach
     assert drafter.confidence_head.proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_batch_without_an_anchor_gives_every_parameter_a_zero_gradient(chunk_size) -> None:
+    target = tiny.llama()
+    drafter = tiny.drafter_for(target, draft_vocab=list(range(50)))
+    drafter.share_with(target)
+    drafter.objective = Objective(chunk_size=chunk_size)
+    ids, _ = batch(rows=2)
+    features = torch.randn(2, 16, drafter.config.context_width)
+    out = drafter(ids, features, torch.zeros(2, 16, dtype=torch.bool), torch.randn(2, 16, 32))
+    out.loss.backward()
+    assert out.loss == 0
+    assert out.acceptance.shape == out.supervised.shape
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_law_and_labels_are_in_the_draft_vocabulary(tmp_path) -> None:
+    """Against full-width laws gathered by hand; and the same number of other ids is refused."""
+    target, vocab = tiny.llama(), list(range(0, tiny.VOCAB - 1, 2))
+    drafter = tiny.drafter_for(target, draft_vocab=vocab)
+    drafter.share_with(target)
+    ids, mask = batch(rows=2)
+    ids[:, ::3] = 8
+    ids[:, 1::3] = 9
+    last = torch.randn(2, 16, 32)
+    how = {"anchor_positions": torch.tensor([[3], [5]]), "target_last_hidden_states": last}
+    features = torch.randn(2, 16, drafter.config.context_width)
+    drafter.objective = Objective(ce=1, l1=1, confidence=0, decay=None, chunk_size=None)
+    with torch.no_grad():
+        out = drafter(ids, features, mask, **how)
+        law = target.lm_head(last).softmax(-1)
+    draft = torch.zeros(2, 4, tiny.VOCAB)
+    draft[..., vocab] = out.logits[:, 0].softmax(-1)
+    rows = torch.arange(2)[:, None]
+    places = torch.tensor([[3], [5]]) + torch.arange(4)  # the law of a label is computed one position before it
+    l1 = (draft - law[rows, places]).abs().sum(-1)
+    labels = ids[rows, places + 1]
+    known = torch.isin(labels, torch.tensor(vocab))
+    assert known.any()
+    assert not known.all()
+    ce = -draft.gather(-1, labels[..., None])[..., 0].log().masked_fill(~known, 0.0)
+    torch.testing.assert_close(out.l1_loss, l1.mean(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.ce_loss, ce.sum() / 8, rtol=1e-4, atol=1e-5)
+    drafter.draft_token_ids[-1] += 1
+    with pytest.raises(ValueError, match="draft_vocab_hash"):
+        tiny.trainer(tmp_path, drafter, target, tiny.answers(tmp_path))

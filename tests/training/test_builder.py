@@ -13,9 +13,9 @@ import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Qwen2Config, Qwen2ForCausalLM
 
 from dspark import DSparkDrafter
-from dspark.modeling_dspark import _PlainContext
 from dspark.training import choose_mask_token, default_target_layer_ids, draft_vocab_from_counts, new_drafter
 from dspark.training.warm_start import copy_layer
+from dspark.training_forward import PlainContext
 
 from . import tiny
 
@@ -61,9 +61,9 @@ def test_folded_layer_is_the_targets_layer(make) -> None:
         rotary = target.model.rotary_emb(hidden, positions)
         expected = source(hidden, position_embeddings=rotary, position_ids=positions)
         features = drafter.hidden_norm(hidden[:, :6])  # weight 1: the plain normalisation the fold expects
-        keys_values = [layer.self_attn.keys_values(features, drafter.rotary_emb(hidden, positions[:, :6]))]
+        context = PlainContext([layer], features, drafter.rotary_emb(hidden, positions[:, :6]))
         rotary = drafter.rotary_emb(hidden, positions[:, 6:])
-        ours = layer(hidden[:, 6:], rotary, _PlainContext(keys_values), None)
+        ours = layer(hidden[:, 6:], rotary, context, None)
     expected = expected if torch.is_tensor(expected) else expected[0]
     torch.testing.assert_close(ours[0, 0], expected[0, 6], rtol=1e-5, atol=1e-5)
 

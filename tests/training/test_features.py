@@ -241,6 +241,19 @@ def test_finished_shards_without_an_index_can_be_indexed(tmp_path) -> None:
         index_features(tmp_path, target, LAYERS)
 
 
+def test_a_packed_target_is_noted_by_its_plain_weights(tmp_path) -> None:
+    target, data, _, index = written(tmp_path)
+    how = {"shard_bytes": 6000, "batch_size": 3}
+    made = write_features(target, data, tmp_path / "packed", LAYERS, pack_target=True, **how)
+    assert made["target"] == index["target"]
+    assert made["target"]["layer_hashes"]
+    # A folder written while the weights could not be read is still known by the rest.
+    with packed(target):
+        unread = write_features(target, data, tmp_path / "unread", LAYERS, **how)
+    assert unread["target"]["layer_hashes"] is None
+    assert write_features(target, data, tmp_path / "unread", LAYERS, **how)["shards"] == unread["shards"]
+
+
 def test_target_that_cannot_be_packed_runs_unpacked_with_a_warning(monkeypatch) -> None:
     target = tiny.llama()
     weight = target.lm_head.weight

@@ -92,5 +92,9 @@ def test_training_bar_counts_steps(tmp_path) -> None:
 
 
 def test_evaluation_logs_are_told_apart() -> None:
-    line = describe_logs({"eval_loss": 1.0, "eval_tau": 2.5, "eval_acceptance_1": 0.5, "eval_tokens_per_second": 9.0})
-    assert line == "eval_loss 1.0000  tau 2.500  accepted 0.50  9 tokens/s"
+    estimates = {"eval_loss": 1.0, "eval_tau_estimate": 2.5, "eval_acceptance_1_estimate": 0.5}
+    line = describe_logs({**estimates, "eval_tokens_per_second": 9.0})
+    assert line == "eval_loss 1.0000  estimated tau 2.500  estimated accepted 0.50  9 tokens/s"
+    decoded = {"eval_tau": 2.25, "eval_acceptance_1": 0.75, "eval_acceptance_2": 0.5}
+    assert describe_logs(decoded) == "tau 2.250  accepted 0.75 0.50"
+    assert "tau 2.250  accepted 0.75 0.50  estimated tau 2.500" in describe_logs({**estimates, **decoded})

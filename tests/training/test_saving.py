@@ -57,3 +57,11 @@ def test_later_save_replaces_the_folder(tmp_path) -> None:
     save_drafter(drafter, out, {"run": 2})
     assert json.loads((out / "training.json").read_text())["run"] == 2
     assert not (out / "left over").exists()
+
+
+def test_weights_put_together_from_parts_are_what_is_saved(tmp_path) -> None:
+    drafter = tiny.drafter_for(tiny.llama())
+    whole = {name: tensor + 1 for name, tensor in drafter.state_dict().items()}
+    save_drafter(drafter, tmp_path / "drafter", {}, whole)
+    again = DSparkDrafter.from_pretrained(tmp_path / "drafter").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())

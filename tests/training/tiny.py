@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from dspark import DSparkDrafter
+from dspark.objective import Objective
 from dspark.training import AnswerDataset, DSparkTrainer, TrainingConfig, new_drafter, read_answers
 
 VOCAB = 96
@@ -61,9 +63,21 @@ def answers(folder: Path, count: int = 16, **how: Any) -> AnswerDataset:
     return read_answers([write_answers(folder / "answers.jsonl", count, **how)], max_length=64, vocab_size=VOCAB)
 
 
-def trainer(folder: Path, drafter: DSparkDrafter, target: PreTrainedModel, data: Any, **changes: Any) -> DSparkTrainer:
+def trainer(
+    folder: Path,
+    drafter: DSparkDrafter,
+    target: PreTrainedModel,
+    data: Any,
+    extra: dict[str, Any] | None = None,
+    **changes: Any,
+) -> DSparkTrainer:
     settings: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": True, "max_steps": 6, "per_device_train_batch_size": 4, "num_anchors": 6,
         "logging_steps": 2, "save_strategy": "no", "seed": 3, "disable_tqdm": True,
     }  # fmt: skip
-    return DSparkTrainer(drafter, target=target, args=TrainingConfig(**{**settings, **changes}), train_dataset=data)
+    args = TrainingConfig(**{**settings, **changes})
+    return DSparkTrainer(drafter, target=target, args=args, train_dataset=data, **(extra or {}))
+
+
+def objective(trainer: DSparkTrainer, chunk_size: int | None) -> Objective:
+    return replace(trainer.args.objective, chunk_size=chunk_size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from .calibrate import calibrate
 from .data import data
 from .demo import demo
+from .doctor import doctor
+from .eval import evaluate_command
 from .generate import generate
 from .inspect import inspect
 from .train import train
@@ -17,8 +20,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for command in (demo, generate, inspect, data, train):
+for command in (demo, generate, inspect, doctor, data, train, calibrate):
     app.command()(command)
+
+app.command("eval")(evaluate_command)
 
 
 def main() -> None:

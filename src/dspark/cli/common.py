@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
@@ -31,8 +32,8 @@ def bad_input_exits() -> Iterator[None]:
     """Turn errors about what the user passed into one message on stderr and exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        err.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError, ImportError) as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from error
 
 

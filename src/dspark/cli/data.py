@@ -15,14 +15,32 @@ from .common import bad_input_exits, err, load_target, parse_dtype, print_json
 
 def data(
     target: Annotated[str, typer.Argument(help="The target: a folder or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="File of answers, one JSON object a line. An existing one is added to.")],
     prompts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             help='Prompt file, one JSON object a line: {"turns": [text, ...]} (the first turn is used) or '
             '{"prompt": text}. Repeat for more files; their names become the records\' `source`.'
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="File of answers, one JSON object a line. An existing one is added to.")],
+    ] = None,
+    self_prompts: Annotated[
+        int | None,
+        typer.Option(
+            help="Have TARGET write this many user turns itself, by sampling behind its chat template; they are kept "
+            "in OUT's name with -prompts."
+        ),
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also store the hidden states that generation computes, for `dspark train --features` of this folder."
+        ),
+    ] = None,
+    feature_dtype: Annotated[str, typer.Option(help="How they are stored: bfloat16, float16, float32.")] = "bfloat16",
+    target_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers to store, e.g. 1,9,17 (0-based). Default: 5, evenly spaced in 1..N-3."),
+    ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in TARGET; it is dequantised.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
@@ -56,13 +74,16 @@ def data(
     mix them in the proportion you will decode with. Run the same command again to go on after an interruption: answers
     already in the file are kept, a half-written last line is dropped, prompts with the same ids are answered once.
 
-    Example: dspark data Qwen/Qwen3-4B --prompts gsm8k.jsonl --out answers.jsonl --temperature 0 --temperature 0.8
+    Examples:
+    dspark data Qwen/Qwen3-4B --prompts gsm8k.jsonl --out answers.jsonl --temperature 0 --temperature 0.8
+    dspark data Qwen/Qwen3-4B --self-prompts 2000 --out answers.jsonl --features features
 
     Exit codes: 0 done, 2 bad input (no such file, no chat template, a file of other answers, ...).
     """
     from ..training.answers import write_answers
     from ..training.packing import packed
     from ..training.prompts import AnswerSettings, read_prompts
+    from ..training.self_prompts import write_self_prompts
 
     started = time.monotonic()
     with bad_input_exits():
@@ -74,14 +95,22 @@ def data(
             batch_size=batch_size,
             seed=seed,
             raw=raw,
-            template_args=_json_object(template_args),
+            template_args=json_object(template_args),
         )
-        questions = read_prompts(prompts, limit)
+        if self_prompts is not None and raw:
+            raise ValueError("--self-prompts goes by the chat template, so it cannot be --raw.")
+        questions = read_prompts(prompts or [], limit) if prompts or self_prompts is None else []
+        layers = parse_layers(target_layers)
         device = device or default_device()
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, device))
         torch.nn.Module.to(model, device)
+        writer = None if features is None else _writer(model, features, layers, feature_dtype)
         with packed(model, wanted=pack_target):
-            counts = write_answers(model, tokenizer, questions, out, settings)
+            if self_prompts is not None:
+                own = out.with_name(f"{out.stem}-prompts.jsonl")
+                write_self_prompts(model, tokenizer, own, self_prompts, settings)
+                questions += read_prompts([own], self_prompts)
+            counts = write_answers(model, tokenizer, questions, out, settings, writer)
     seconds = time.monotonic() - started
     err.print(
         f"{out}: {counts.written} answers written ({counts.tokens} tokens, {seconds:.0f} s), {counts.present} there "
@@ -91,6 +120,30 @@ def data(
     )
     if as_json:
         print_json({"out": str(out), "seconds": round(seconds, 1), **counts.as_dict()})
+
+
+def _writer(model: Any, folder: Path, layers: list[int] | None, dtype: str) -> Any:
+    from ..target import text_config
+    from ..training.builder import default_target_layer_ids
+    from ..training.feature_writer import FeatureWriter
+
+    if layers is None:
+        layers = default_target_layer_ids(text_config(model).num_hidden_layers, 5)
+    return FeatureWriter(model, folder, layers, dtype=dtype)
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Layer ids given to `--target-layers`; None without any.
+
+    Raises:
+        ValueError: They are no integers.
+    """
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--target-layers must look like 1,9,17, got {text!r}.") from error
 
 
 def default_device() -> str:
@@ -109,7 +162,12 @@ def target_dtype(name: str, device: str) -> torch.dtype:
     return parse_dtype(name)
 
 
-def _json_object(text: str | None) -> dict[str, Any] | None:
+def json_object(text: str | None) -> dict[str, Any] | None:
+    """A JSON object given to `--template-args`; None without one.
+
+    Raises:
+        ValueError: It is none.
+    """
     if text is None:
         return None
     value = json.loads(text)
@@ -118,4 +176,4 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-__all__ = ["data", "default_device", "target_dtype"]
+__all__ = ["data", "default_device", "json_object", "parse_layers", "target_dtype"]

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ..modeling_dspark import DSparkDrafter
+from ..peft_layers import names_adapters
 from ..speculation import SpeculationConfig
 from ..target import describe, unwrap
 from .record import Recorder
@@ -115,6 +116,11 @@ def check_mode(
         raise ValueError(
             f"Streaming and returned scores, logits, attentions or hidden states come from a single row, got a batch "
             f"of {batch_size}: rows of a batch accept different numbers of drafts. Generate row by row."
+        )
+    if batch_size > 1 and names_adapters(target):
+        raise ValueError(
+            f"`adapter_names` gives each row of a batch its own adapter of {name}, but with a drafter rows leave the "
+            "batch as they finish. Generate the rows of one adapter at a time, after `set_adapter`."
         )
 
 

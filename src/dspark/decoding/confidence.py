@@ -46,7 +46,7 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
         logger.warning_once(f"dspark: {_NO_HEAD}. Output is unchanged.")
         return None
     own = logits.sigmoid()
-    temperatures = run.drafter.config.confidence_temperatures
+    temperatures = run.drafter.config.temperatures_at(run.temperature)
     calibrated = own if temperatures is None else (logits / logits.new_tensor(temperatures)).sigmoid()
     return Confidence(logits, own, calibrated.cumprod(-1))
 

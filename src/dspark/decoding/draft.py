@@ -12,7 +12,7 @@ def draft_block(run: DecodingRun) -> DraftBlock:
     """Hidden states and base logits of every live row's block."""
     assert run.context is not None
     with run.stats.forward("drafter"):
-        anchors = torch.tensor(run.anchors, device=run.drafter.fc.weight.device)
+        anchors = torch.tensor(run.anchors, device=run.drafter.device)
         return run.drafter.draft_block(anchors, run.context, run.shared)
 
 

@@ -11,6 +11,7 @@ processors hold per row (prompts, memory, a cache) is dealt out to the rows firs
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -87,6 +88,11 @@ class Processors:
                 LogitsProcessorList([_for_row(p, row, num_rows) for p in processors]) for row in range(num_rows)
             ]
         self._draft_of = [LogitsProcessorList([p for p in own if _is_stateless(p)]) for own in self._target_of]
+
+    @property
+    def temperature(self) -> float:
+        """What the temperature warpers divide by, together; 1.0 without one."""
+        return math.prod(p.temperature for p in self.target if isinstance(p, lp.TemperatureLogitsWarper))
 
     def process_target(self, row: int, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores `[1, V]` of one slot of `row` behind its text `prefix_ids [1, n]`, as plain decoding has them."""

@@ -157,6 +157,11 @@ class DecodingRun:
         """Where token ids and target scores live."""
         return self.text.ids.device
 
+    @property
+    def temperature(self) -> float:
+        """Decoding temperature: 0 when greedy, else what the call's temperature warpers divide by."""
+        return self.processors.temperature if self.do_sample else 0.0
+
     def max_drafts(self) -> list[int]:
         """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""
         if self.session.wants_plain_pass:

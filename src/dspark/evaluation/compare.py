@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
 from ..stats import SpeculationStats
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -89,11 +91,26 @@ class Summary:
         }
 
 
-def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """Result and wall seconds of a call."""
+def timed(call: Callable[[], Result]) -> tuple[Result, float]:
+    """Result and wall seconds of a call; waits for an accelerator before and after."""
+    _finish_queue()
     start = time.perf_counter()
     result = call()
+    _finish_queue()
     return result, time.perf_counter() - start
+
+
+def _finish_queue() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first place where two lists differ (one may be the other's beginning); None for equal ones."""
+    if a == b:
+        return None
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def plain_seconds(target: PreTrainedModel, prompts: Iterable[torch.Tensor], **generate: Any) -> list[float]:
@@ -123,22 +140,21 @@ def compare(
         **generate: Arguments of both `generate` calls; greedy unless they say otherwise.
     """
     plain, plain_time = timed(lambda: target.generate(input_ids, **generate))
-    start = time.perf_counter()
-    output = target.generate(
-        input_ids,
-        assistant_model=drafter,
-        assistant_confidence_threshold=threshold,
-        streamer=streamer,
-        return_dict_in_generate=True,
-        **generate,
+    output, speculative_time = timed(
+        lambda: target.generate(
+            input_ids,
+            assistant_model=drafter,
+            assistant_confidence_threshold=threshold,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **generate,
+        )
     )
-    speculative_time = time.perf_counter() - start
-    ours, theirs = output.sequences[0].tolist(), plain[0].tolist()
     prompt = input_ids.shape[1]
-    differing = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    divergence = None if ours == theirs else next(differing, min(len(ours), len(theirs))) - prompt
+    ours, theirs = (ids[0, prompt:].tolist() for ids in (output.sequences, plain))
+    divergence = first_difference(ours, theirs)
     return Comparison(
-        name, len(ours) - prompt, ours == theirs, divergence, plain_time, speculative_time, output.speculation
+        name, len(ours), divergence is None, divergence, plain_time, speculative_time, output.speculation
     )
 
 
@@ -150,4 +166,4 @@ def summarise(rows: Iterable[Comparison]) -> list[Summary]:
     return list(summaries.values())
 
 
-__all__ = ["Comparison", "Summary", "compare", "plain_seconds", "summarise", "timed"]
+__all__ = ["Comparison", "Summary", "compare", "first_difference", "plain_seconds", "summarise", "timed"]

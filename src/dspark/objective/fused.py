@@ -91,7 +91,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grads: list[Any] = [torch.zeros_like(x) if i in wanted else None for i, x in enumerate(inputs)]
         sums = hidden.new_zeros(2, dtype=torch.float32)
         acceptance = []
-        for start in range(0, len(hidden), chunk_size):
+        # A batch without a supervised position is one empty chunk: every parameter then has a (zero) gradient.
+        for start in range(0, max(len(hidden), 1), max(chunk_size, 1)):
             rows = slice(start, start + chunk_size)
             with torch.enable_grad():
                 leaves = [None if x is None else x[rows].detach().requires_grad_() for x in (hidden, features)]

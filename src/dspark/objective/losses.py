@@ -28,6 +28,7 @@ class Objective:
             4.0, the paper the block size.
         num_anchors: Most blocks drawn per sequence.
         detach_confidence: Whether the confidence loss leaves the backbone alone (the reference: no).
+        heads_only: Whether only the sequential and confidence heads learn; the backbone then runs without gradient.
         chunk_size: Block positions whose vocabulary-wide tensors exist at a time; None: all of them, and the training
             forward returns their logits. Values and gradients do not depend on it.
     """
@@ -38,6 +39,7 @@ class Objective:
     decay: float | None = 4.0
     num_anchors: int = 512
     detach_confidence: bool = False
+    heads_only: bool = False
     chunk_size: int | None = 256
 
     def __post_init__(self) -> None:

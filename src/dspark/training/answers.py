@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from .collator import mix
-from .data import DataError
+from .continuations import continue_prompts
+from .data import AnswerDataset, DataError, read_answers
+from .feature_writer import FeatureWriter
+from .features import vocabulary_rows
 from .progress import WorkProgress
 from .prompts import AnswerSettings, Job, Prompt, prompt_ids, temperatures_of
-from .vocabulary import eos_ids
 
 _WINDOW = 16  # batches sorted by prompt length together
 
@@ -53,7 +56,12 @@ class AnswerCounts:
 
 
 def write_answers(
-    target: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt], out: Path, settings: AnswerSettings
+    target: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    out: Path,
+    settings: AnswerSettings,
+    features: FeatureWriter | None = None,
 ) -> AnswerCounts:
     """Write the answers that `out` lacks.
 
@@ -66,20 +74,19 @@ def write_answers(
         prompts: From `read_prompts`.
         out: One JSON object a line; made if missing, with its folder.
         settings: See [`AnswerSettings`].
+        features: Also store the hidden states that generation computes on the way.
 
     Raises:
         DataError: `out` holds answers to other prompts, or lines that are no records.
+        FeaturesError: `features` holds other text.
     """
     counts = AnswerCounts(prompts=len(prompts))
     jobs = _jobs(prompts, tokenizer, settings, counts)
     done = _finished(out, counts)
-    for job in jobs:
-        if job.key in done and done[job.key] != job.prompt_ids:
-            raise DataError(
-                f"{out} has an answer to another prompt under source {job.source!r}, index {job.index}: it was "
-                "written for other prompts or with another tokenizer. Use another file."
-            )
+    _check_same_prompts(jobs, done, out)
     counts.present = sum(job.key in done for job in jobs)
+    if features is not None:
+        features.catch_up(_records(target, out), settings.batch_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         out.open("a", encoding="utf-8") as file,
@@ -89,24 +96,53 @@ def write_answers(
             missing = [job for job in batch if job.key not in done]
             if not missing:
                 continue
-            answers = _generate(target, missing, settings, mix(settings.seed, number))
-            for job, answer in zip(missing, answers, strict=True):
-                file.write(json.dumps(_record(job, answer), separators=(",", ":")) + "\n")
-                counts.tokens += len(answer)
-            file.flush()
+            tap = None if features is None else features.tap()
+            prompt_rows = [job.prompt_ids for job in missing]
+            answers = continue_prompts(
+                target,
+                prompt_rows,
+                temperature=missing[0].temperature,
+                max_new_tokens=settings.max_new_tokens,
+                seed=mix(settings.seed, number),
+                tap=tap,
+            )
+            _append(file, missing, answers)
+            if features is not None and tap is not None:
+                features.add_answers(tap, prompt_rows, answers)
+            counts.tokens += sum(map(len, answers))
             counts.written += len(missing)
             work.advance(len(missing), f"{counts.tokens / max(work.seconds, 1e-9):,.0f} tokens/s")
+    if features is not None:
+        features.finish(_records(target, out))
     return counts
 
 
-def _record(job: Job, answer: list[int]) -> dict[str, Any]:
-    return {
-        "source": job.source,
-        "prompt_ids": job.prompt_ids,
-        "answer_ids": answer,
-        "temperature": job.temperature,
-        "index": job.index,
-    }
+def _records(target: PreTrainedModel, out: Path) -> AnswerDataset:
+    if not out.exists() or not out.stat().st_size:
+        return AnswerDataset()
+    return read_answers([out], max_length=sys.maxsize, vocab_size=vocabulary_rows(target))
+
+
+def _append(file: IO[str], jobs: Sequence[Job], answers: Sequence[list[int]]) -> None:
+    for job, answer in zip(jobs, answers, strict=True):
+        record = {
+            "source": job.source,
+            "prompt_ids": job.prompt_ids,
+            "answer_ids": answer,
+            "temperature": job.temperature,
+            "index": job.index,
+        }
+        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    file.flush()
+
+
+def _check_same_prompts(jobs: Sequence[Job], done: dict[tuple[str, int, float], list[int]], out: Path) -> None:
+    for job in jobs:
+        if job.key in done and done[job.key] != job.prompt_ids:
+            raise DataError(
+                f"{out} has an answer to another prompt under source {job.source!r}, index {job.index}: it was "
+                "written for other prompts or with another tokenizer. Use another file."
+            )
 
 
 def _jobs(prompts: Sequence[Prompt], tokenizer: Any, settings: AnswerSettings, counts: AnswerCounts) -> list[Job]:
@@ -156,38 +192,6 @@ def _batches(jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[list[Job
             same = sorted((job for job in window if job.temperature == temperature), key=lambda j: len(j.prompt_ids))
             for first in range(0, len(same), settings.batch_size):
                 yield same[first : first + settings.batch_size]
-
-
-@torch.no_grad()
-def _generate(target: PreTrainedModel, jobs: Sequence[Job], settings: AnswerSettings, seed: int) -> list[list[int]]:
-    ends = sorted(eos_ids(target))
-    longest = max(len(job.prompt_ids) for job in jobs)
-    filler = ends[0] if ends else 0
-    ids = torch.tensor([[filler] * (longest - len(job.prompt_ids)) + job.prompt_ids for job in jobs])
-    mask = torch.tensor([[0] * (longest - len(job.prompt_ids)) + [1] * len(job.prompt_ids) for job in jobs])
-    temperature = jobs[0].temperature
-    # Said outright, since the target's own generation config may set any of them.
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    torch.manual_seed(seed)
-    generate: Any = target.generate
-    output = generate(
-        input_ids=ids.to(target.device),
-        attention_mask=mask.to(target.device),
-        max_new_tokens=settings.max_new_tokens,
-        repetition_penalty=1.0,
-        eos_token_id=ends or None,
-        pad_token_id=filler,
-        **sampling,
-    )
-    return [_cut(row, ends) for row in output[:, longest:].tolist()]
-
-
-def _cut(answer: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to and with the first end-of-sequence id."""
-    stop = next((place for place, token in enumerate(answer) if token in ends), len(answer) - 1)
-    return answer[: stop + 1]
 
 
 __all__ = ["AnswerCounts", "write_answers"]

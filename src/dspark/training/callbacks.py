@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console
@@ -54,7 +55,7 @@ class TrainingProgress(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Show the figures of the last steps."""
-        if self._work is None or logs is None or not {"loss", "eval_loss"} & set(logs):
+        if self._work is None or logs is None or not {"loss", "eval_loss", "eval_tau"} & set(logs):
             return
         self._text = describe_logs(logs)
         if not self._work.is_bar:
@@ -72,13 +73,15 @@ class TrainingProgress(TrainerCallback):
 
 def describe_logs(logs: dict[str, float]) -> str:
     """One line of a log entry's figures."""
-    prefix = "eval_" if "eval_loss" in logs else ""
+    prefix = "eval_" if {"eval_loss", "eval_tau"} & set(logs) else ""
     parts = [f"{prefix}{name} {logs[prefix + name]:.4f}" for name in _SHOWN if prefix + name in logs]
-    if prefix + "tau" in logs:
-        parts.append(f"tau {logs[prefix + 'tau']:.3f}")
-    acceptance = [f"{value:.2f}" for name, value in logs.items() if name.startswith(f"{prefix}acceptance_")]
-    if acceptance:
-        parts.append(f"accepted {' '.join(acceptance)}")
+    for tail, label in (("", ""), ("_estimate", "estimated ")):
+        if f"{prefix}tau{tail}" in logs:
+            parts.append(f"{label}tau {logs[f'{prefix}tau{tail}']:.3f}")
+        names = re.compile(rf"{prefix}acceptance_\d+{tail}")
+        acceptance = [f"{value:.2f}" for name, value in logs.items() if names.fullmatch(name)]
+        if acceptance:
+            parts.append(f"{label}accepted {' '.join(acceptance)}")
     if "learning_rate" in logs:
         parts.append(f"lr {logs['learning_rate']:.2e}")
     if prefix + "tokens_per_second" in logs:

@@ -90,10 +90,17 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+def padding_share(lengths: Sequence[int], order: Sequence[int], batch_size: int) -> float:
+    """Share of a pass's positions that are padding, sequences taken in `order`, `batch_size` at a time."""
+    batches = [[lengths[i] for i in order[start : start + batch_size]] for start in range(0, len(order), batch_size)]
+    positions = sum(max(batch) * len(batch) for batch in batches)
+    return 1 - sum(map(sum, batches)) / max(positions, 1)
+
+
 def sequence_lengths(dataset: Any) -> list[int]:
     """Tokens of each sequence of a data set: its `lengths`, or measured item by item."""
     lengths = getattr(dataset, "lengths", None)
     return [len(item["input_ids"]) for item in dataset] if lengths is None else list(lengths)
 
 
-__all__ = ["BlockCollator", "EpochSampler", "mix", "sequence_lengths"]
+__all__ = ["BlockCollator", "EpochSampler", "mix", "padding_share", "sequence_lengths"]

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 TooLong = Literal["truncate", "drop", "error"]
+SHORTEST_ANSWER = 2  # an anchor needs a supervised token and a supervised next one
 
 
 class DataError(ValueError):
@@ -190,12 +191,11 @@ def _add(data: AnswerDataset, record: AnswerRecord, max_length: int, too_long: T
             counts.dropped_long += 1
             return
     answer = record.answer_ids[: max(max_length - len(record.prompt_ids), 0)]
-    # An anchor needs a supervised token and a supervised next one.
-    if len(answer) < 2:
+    if len(answer) < SHORTEST_ANSWER:
         counts.dropped_short += 1
         return
     counts.truncated += length > max_length
     data.add(record.prompt_ids, answer)
 
 
-__all__ = ["AnswerDataset", "AnswerRecord", "DataCounts", "DataError", "TooLong", "read_answers"]
+__all__ = ["SHORTEST_ANSWER", "AnswerDataset", "AnswerRecord", "DataCounts", "DataError", "TooLong", "read_answers"]

@@ -24,7 +24,7 @@ from .features import vocabulary_rows
 
 INDEX_NAME = "index.json"
 FORMAT, VERSION = "dspark-features", 1
-WEIGHT_HASHES = ("embedding_hash", "lm_head_hash", "layer_hashes")
+WEIGHT_HASHES = ("embedding_hash", "lm_head_hash", "layer_hashes", "adapter_hash")
 REQUIRED_TENSORS = ("input_ids", "loss_mask", "offsets", "target_hidden_states", "target_last_hidden_states")
 
 
@@ -116,7 +116,7 @@ def finished_shards(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]
         return []
     before = read_index(folder)
     same = {key for key in index if key not in ("shards", "complete")}
-    differing = sorted(key for key in same if _identity(before, key) != _identity(index, key))
+    differing = sorted(key for key in same if not _agree(before, index, key))
     if differing:
         shown = "; ".join(f"{key} is {before.get(key)!r:.60}, now {index[key]!r:.60}" for key in differing)
         raise FeaturesError(
@@ -125,11 +125,12 @@ def finished_shards(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]
     return list(takewhile(lambda shard: _has_size(folder, shard), before["shards"]))
 
 
-def _identity(index: dict[str, Any], key: str) -> Any:
-    # A target's name is a matter of where it was loaded from; its weights are what counts.
-    return (
-        [index["target"].get(name) for name in ("model_type", *WEIGHT_HASHES)] if key == "target" else index.get(key)
-    )
+def _agree(before: dict[str, Any], now: dict[str, Any], key: str) -> bool:
+    if key != "target":
+        return before.get(key) == now[key]
+    # A target's name is a matter of where it was loaded from; its weights are what counts, where they can be read.
+    pairs = [(before["target"].get(name), now["target"].get(name)) for name in ("model_type", *WEIGHT_HASHES)]
+    return all(a == b or a is None or b is None for a, b in pairs)
 
 
 def _has_size(folder: Path, shard: dict[str, Any]) -> bool:

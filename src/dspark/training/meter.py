@@ -61,6 +61,10 @@ class TrainingMeter:
         self._sums = sums if self._sums is None else self._sums + sums
         self._tokens += tokens
 
+    def skip(self, seconds: float) -> None:
+        """Leave time that was spent on something else out of the rate."""
+        self._started += seconds
+
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Means of what was counted, then start over; empty when nothing was.
 

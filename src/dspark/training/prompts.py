@@ -116,16 +116,25 @@ def prompt_ids(text: str, tokenizer: Any, settings: AnswerSettings) -> list[int]
     """
     if settings.raw:
         return list(tokenizer(text).input_ids)
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{type(tokenizer).__name__} has no chat template. Use --raw to give prompts to the target as they are, "
-            "or a target with a template."
-        )
+    require_template(tokenizer)
     message = [{"role": "user", "content": text}]
     shown = tokenizer.apply_chat_template(
         message, add_generation_prompt=True, tokenize=False, **(settings.template_args or {})
     )
     return list(tokenizer(shown, add_special_tokens=False).input_ids)
+
+
+def require_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        DataError: It has none.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{type(tokenizer).__name__} has no chat template. Use --raw to give prompts to the target as they are, "
+            "or a target with a template."
+        )
 
 
 def temperatures_of(prompt: Prompt, settings: AnswerSettings) -> tuple[float, ...]:
@@ -136,4 +145,4 @@ def temperatures_of(prompt: Prompt, settings: AnswerSettings) -> tuple[float, ..
     return (settings.temperatures[place],)
 
 
-__all__ = ["AnswerSettings", "Job", "Prompt", "prompt_ids", "read_prompts", "temperatures_of"]
+__all__ = ["AnswerSettings", "Job", "Prompt", "prompt_ids", "read_prompts", "require_template", "temperatures_of"]

@@ -23,7 +23,12 @@ from ..version import __version__
 PROVENANCE_NAME = "training.json"
 
 
-def save_drafter(drafter: PreTrainedModel, folder: str | os.PathLike[str], provenance: dict[str, Any]) -> None:
+def save_drafter(
+    drafter: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    provenance: dict[str, Any],
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a folder that `DSparkDrafter.from_pretrained` loads, whole or not at all.
 
     Everything goes to a folder beside it, which then takes its name; an earlier folder of that name is replaced only
@@ -33,6 +38,7 @@ def save_drafter(drafter: PreTrainedModel, folder: str | os.PathLike[str], prove
         drafter: What to save.
         folder: Where.
         provenance: Written as `training.json`.
+        weights: Its whole weights, where it holds only a part of them (FSDP).
     """
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +46,7 @@ def save_drafter(drafter: PreTrainedModel, folder: str | os.PathLike[str], prove
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with quiet_bars():
-            drafter.save_pretrained(temporary)
+            drafter.save_pretrained(temporary, **({} if weights is None else {"state_dict": weights}))
         (temporary / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=1, default=str) + "\n")
         _replace(temporary, folder)
     finally:

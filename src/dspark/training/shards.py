@@ -21,9 +21,22 @@ from transformers import PreTrainedModel
 from ..target import text_config, unwrap
 from .feature_index import FeaturesError, finished_shards, index_header, shard_entry, write_atomically, write_index
 from .features import capture_features, target_logsumexp
+from .packing import packed
 from .progress import WorkProgress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class StoredSequence(NamedTuple):
+    """One sequence's part of a shard: `input_ids` and `loss_mask [S]`, `hidden [S, m*D_t]` and `last [S, D_t]` on the
+    CPU in the stored dtype, `logsumexp` float32 `[S]`.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    hidden: torch.Tensor
+    last: torch.Tensor
+    logsumexp: torch.Tensor
 
 
 class ShardPlan(NamedTuple):
@@ -34,7 +47,7 @@ class ShardPlan(NamedTuple):
     tokens: int
 
 
-def write_features(
+def write_features(  # noqa: PLR0913 - how, in keywords
     target: PreTrainedModel,
     records: Any,
     folder: str | os.PathLike[str],
@@ -43,6 +56,7 @@ def write_features(
     batch_size: int = 8,
     dtype: str = "bfloat16",
     shard_bytes: int = 2**28,
+    pack_target: bool = False,
 ) -> dict[str, Any]:
     """Run the target over `records` once and store what training needs; finished shards are skipped.
 
@@ -54,6 +68,7 @@ def write_features(
         batch_size: Sequences per forward pass.
         dtype: How hidden states are stored: `"bfloat16"`, `"float16"` or `"float32"`.
         shard_bytes: Size of a shard, about.
+        pack_target: On a CPU, pack the target's linear layers while it runs (after its weights are noted).
 
     Returns:
         The index.
@@ -64,10 +79,14 @@ def write_features(
     """
     folder = Path(folder)
     plan = plan_shards(target, records, target_layer_ids, dtype=dtype, shard_bytes=shard_bytes)
-    index = _new_index(target, records, target_layer_ids, dtype, plan)
+    index = {**index_header(target, target_layer_ids, dtype), **records_note(records)}
+    index["planned_shards"] = len(plan.shards)
     index["shards"] = finished_shards(folder, index)
     done = sum(shard["tokens"] for shard in index["shards"])
-    with WorkProgress("Writing features", plan.tokens, unit="tokens", done=done) as work:
+    with (
+        packed(target, wanted=pack_target and len(index["shards"]) < len(plan.shards)),
+        WorkProgress("Writing features", plan.tokens, unit="tokens", done=done) as work,
+    ):
         _announce(work, folder, plan, done)
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(len(index["shards"]), len(plan.shards)):
@@ -93,8 +112,7 @@ def plan_shards(
         raise FeaturesError(f"Features are stored as one of {', '.join(DTYPES)}, got {dtype!r}.")
     if not len(records):
         raise FeaturesError("There are no records to write features of.")
-    width = text_config(unwrap(target)).hidden_size * (len(layer_ids) + 1)
-    per_token = width * DTYPES[dtype].itemsize + 4 + 4 + 1  # and the id, the normaliser, the mask
+    per_token = token_bytes(target, layer_ids, dtype)
     shards, start, size = [], 0, 0
     for position, length in enumerate(records.lengths):
         if size and size + length * per_token > shard_bytes:
@@ -105,23 +123,26 @@ def plan_shards(
     return ShardPlan(shards, per_token, sum(records.lengths))
 
 
-def _new_index(
-    target: PreTrainedModel, records: Any, layer_ids: Sequence[int], dtype: str, plan: ShardPlan
-) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    index = index_header(target, layer_ids, dtype)
+def token_bytes(target: PreTrainedModel, layer_ids: Sequence[int], dtype: str) -> int:
+    """Bytes a stored token takes: its hidden states, id, normaliser and mask."""
+    width = text_config(unwrap(target)).hidden_size * (len(layer_ids) + 1)
+    return width * DTYPES[dtype].itemsize + 4 + 4 + 1
+
+
+def records_note(records: Any) -> dict[str, Any]:
+    """What an index says of the records its features are of."""
+    digest, supervised = hashlib.sha256(), 0
     for i in range(len(records)):
         item = records[i]
         digest.update(item["input_ids"].numpy().tobytes())
         digest.update(item["loss_mask"].numpy().tobytes())
-        index["supervised_tokens"] += int(item["loss_mask"].sum())
-    index.update(
-        sequences=len(records),
-        tokens=plan.tokens,
-        records_sha256=digest.hexdigest(),
-        planned_shards=len(plan.shards),
-    )
-    return index
+        supervised += int(item["loss_mask"].sum())
+    return {
+        "sequences": len(records),
+        "tokens": sum(records.lengths),
+        "supervised_tokens": supervised,
+        "records_sha256": digest.hexdigest(),
+    }
 
 
 def _announce(work: WorkProgress, folder: Path, plan: ShardPlan, done: int) -> None:
@@ -149,10 +170,21 @@ def _shard(
     dtype: torch.dtype,
     work: WorkProgress,
 ) -> dict[str, torch.Tensor]:
-    """Tensors of one shard. Sequences of like length run together and are put back in order."""
+    return join_sequences(sequence_features(target, items, layer_ids, batch_size, dtype, work))
+
+
+def sequence_features(
+    target: PreTrainedModel,
+    items: Sequence[dict[str, torch.Tensor]],
+    layer_ids: Sequence[int],
+    batch_size: int,
+    dtype: torch.dtype,
+    work: WorkProgress,
+) -> list[StoredSequence]:
+    """Run the target over `items`. Sequences of like length run together and are put back in order."""
     lengths = [len(item["input_ids"]) for item in items]
     by_length = sorted(range(len(items)), key=lambda i: lengths[i])
-    parts: dict[int, tuple[torch.Tensor, ...]] = {}
+    parts: dict[int, StoredSequence] = {}
     for start in range(0, len(items), batch_size):
         places = by_length[start : start + batch_size]
         ids = torch.nn.utils.rnn.pad_sequence([items[i]["input_ids"] for i in places], batch_first=True)
@@ -162,17 +194,32 @@ def _shard(
         for row, place in enumerate(places):
             n = lengths[place]
             hidden, last = (tensor[row, :n].to("cpu", dtype) for tensor in states)
-            parts[place] = (hidden, last, totals[row, :n])
+            parts[place] = StoredSequence(**items[place], hidden=hidden, last=last, logsumexp=totals[row, :n])
         work.advance(sum(lengths[i] for i in places))
-    hidden, last, totals = (torch.cat(column) for column in zip(*(parts[i] for i in range(len(items))), strict=True))
+    return [parts[i] for i in range(len(items))]
+
+
+def join_sequences(sequences: Sequence[StoredSequence]) -> dict[str, torch.Tensor]:
+    """Tensors of a shard that holds these sequences."""
+    columns = StoredSequence(*(torch.cat(column) for column in zip(*sequences, strict=True)))
     return {
-        "input_ids": torch.cat([item["input_ids"] for item in items]).int(),
-        "loss_mask": torch.cat([item["loss_mask"] for item in items]),
-        "offsets": torch.tensor([0, *lengths]).cumsum(0),
-        "target_hidden_states": hidden,
-        "target_last_hidden_states": last,
-        "target_logsumexp": totals,
+        "input_ids": columns.input_ids.int(),
+        "loss_mask": columns.loss_mask,
+        "offsets": torch.tensor([0, *(len(sequence.input_ids) for sequence in sequences)]).cumsum(0),
+        "target_hidden_states": columns.hidden,
+        "target_last_hidden_states": columns.last,
+        "target_logsumexp": columns.logsumexp,
     }
 
 
-__all__ = ["ShardPlan", "plan_shards", "write_features"]
+__all__ = [
+    "DTYPES",
+    "ShardPlan",
+    "StoredSequence",
+    "join_sequences",
+    "plan_shards",
+    "records_note",
+    "sequence_features",
+    "token_bytes",
+    "write_features",
+]

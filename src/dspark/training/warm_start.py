@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
+from ..peft_layers import base_parameters
 from ..target import decoder_layers, describe, text_config
 from .features import text_decoder
 
@@ -54,7 +55,7 @@ def warm_start(drafter: DSparkDrafter, target: PreTrainedModel) -> None:
 @torch.no_grad()
 def copy_layer(layer: nn.Module, source: nn.Module) -> None:
     """Copy a target layer into a draft layer, its input norm folded into q, k and v; a bias the target lacks is 0."""
-    weights, draft = dict(source.named_parameters()), dict(layer.named_parameters())
+    weights, draft = dict(base_parameters(source)), dict(layer.named_parameters())
     for name, parameter in draft.items():
         parameter.copy_(weights[name]) if name in weights else parameter.zero_()
     norm = draft["input_layernorm.weight"]
@@ -75,7 +76,7 @@ def _why_not(drafter: DSparkDrafter, target: PreTrainedModel, sources: list[nn.M
     wanted = {name: tuple(p.shape) for name, p in drafter.layers[0].named_parameters()}
     wanted.setdefault("self_attn.o_proj.bias", ())
     for source in sources[-len(drafter.layers) :]:
-        found = {name: tuple(p.shape) for name, p in source.named_parameters()}
+        found = {name: tuple(p.shape) for name, p in base_parameters(source)}
         # Qwen2 has biases on queries, keys and values only.
         found.setdefault("self_attn.o_proj.bias", wanted.get("self_attn.o_proj.bias", ()))
         if found != wanted:

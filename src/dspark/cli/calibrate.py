@@ -1,0 +1,231 @@
+"""`dspark calibrate`: temperatures that make a drafter's confidence mean what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.table import Table
+
+from ..calibration import PositionReliability
+from ..config_file import check_can_update, check_is_new, copy_with, update_config_file
+from ..configuration_dspark import DSparkConfig
+from ..evaluation.calibrate import Calibration, calibrate_rounds, check_enough_prompts, held_out_places
+from ..evaluation.prompt_sets import Prompting, chat_ids, gather_prompts
+from ..evaluation.rounds import collect_rounds
+from ..evaluation.settings import EvaluationSettings
+from ..hub import read_config
+from ..version import __version__
+from .common import bad_input_exits, err, load_drafter, load_target, out, print_json
+from .data import default_device, target_dtype
+
+
+def calibrate(
+    target: Annotated[str, typer.Option(help="The target: a folder or a Hub id.")],
+    drafter: Annotated[
+        str,
+        typer.Option(help="The drafter: a folder, whose config.json is changed unless --out is given, or a Hub id."),
+    ],
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in the target's folder.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="Prompt file as for `dspark data`. Repeat for more. Default: the sets that ship with it."),
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Shipped prompt set. Repeat for more.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts from the start of each file and set.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
+    temperature: Annotated[
+        list[float],
+        typer.Option(help="Decoding temperature, 0 is greedy. Repeat for more: each gets temperatures of its own."),
+    ] = [0.0, 1.0],  # noqa: B006 - typer reads it, nothing changes it
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 256,
+    held_out: Annotated[float, typer.Option(help="Share of the prompts that judge the fit, in (0, 1).")] = 0.3,
+    seed: Annotated[int, typer.Option(help="Of the held-out choice and of sampled text.")] = 0,
+    copy: Annotated[
+        Path | None, typer.Option("--out", help="Write a calibrated copy here; the drafter itself stays as it is.")
+    ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(help="Also write SGLang's file of temperatures; of several, -t0, -t1, ... goes into its name."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write all figures, reliability bins too, as JSON.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,
+    pack: Annotated[bool, typer.Option(help="On a CPU: pack the linear layers of both models while it runs.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """Fit the confidence temperatures of DRAFTER on TARGET's own text and write them into its config.
+
+    Decodes the prompts, verifies every draft, fits one temperature per draft position on part of the prompts
+    (sequential temperature scaling), and says what calibration does on the others: ECE and AUC of survival. Survival
+    thresholds and schedulers look at these temperatures; the text does not depend on them. What the config has for
+    other decoding temperatures is kept.
+
+    Example: dspark calibrate --target Qwen/Qwen3-4B --drafter my-drafter --temperature 0 --temperature 1
+
+    Exit codes: 0 done, 2 bad input (no confidence head, a Hub id without --out, too few rounds, ...).
+    """
+    from ..training.packing import packed
+
+    with bad_input_exits():
+        settings = EvaluationSettings(temperatures=tuple(temperature), max_new_tokens=max_new_tokens, seed=seed)
+        config = _check_drafter(drafter, copy)
+        _check_files(sglang, report)
+        chosen = gather_prompts(sets or (), prompts or (), limit=limit)
+        is_held_out = held_out_places([len(texts) for texts in chosen.values()], held_out, seed)
+        check_enough_prompts(is_held_out, max_new_tokens)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        where = device or default_device()
+        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
+        draft = load_drafter(drafter, target_dtype(dtype, where))
+        for module in (model, draft):
+            torch.nn.Module.to(module, where)
+        ids = [chat_ids(tokenizer, text, Prompting(raw)).to(where) for texts in chosen.values() for text in texts]
+        with packed(model, wanted=pack), packed(draft, wanted=pack):
+            found = _calibrations(model, draft, ids, is_held_out, settings)
+        rows = _merged(config, found)
+        if copy is None:
+            update_config_file(drafter, confidence_temperatures=rows)
+        else:
+            copy_with(drafter, copy, confidence_temperatures=rows)
+        figures = {
+            "dataset": "+".join(chosen),
+            "prompts": {name: len(texts) for name, texts in chosen.items()},
+            "num_held_out_prompts": sum(is_held_out),
+            "settings": {"max_new_tokens": max_new_tokens, "seed": seed, "held_out": held_out, "raw": raw},
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "dspark": __version__},
+            "confidence_temperatures": rows,
+            "calibrations": [calibration.to_dict() for calibration in found],
+        }
+        _write_files(figures, found, sglang, report)
+    if as_json:
+        print_json(figures)
+        return
+    for calibration in found:
+        out.print(_table(calibration))
+        for fit in calibration.fits:
+            if fit.note:
+                out.print(f"[dim]position {fit.position + 1}: {fit.note}[/]", highlight=False)
+    err.print(f"{copy or drafter}: calibrated for temperature {', '.join(c.key for c in found)}", highlight=False)
+
+
+def _check_drafter(source: str, copy: Path | None) -> DSparkConfig:
+    """Config of the drafter.
+
+    Raises:
+        ValueError: It has no confidence head, or is no folder that can be changed in place and there is no copy.
+        OSError: It cannot be read, or the place to write to cannot be written to.
+    """
+    if copy is not None:
+        check_is_new(copy)
+    elif not Path(source).is_dir():
+        raise ValueError(f"{source} is not a local folder, so nothing can be written into it: name a copy with --out.")
+    else:
+        check_can_update(source)
+    config = read_config(source)
+    if not config.enable_confidence_head:
+        raise ValueError(
+            f"{source} has no confidence head (`enable_confidence_head=False`), so there is nothing to calibrate. "
+            "Train one with a confidence loss (`dspark train --confidence 1.0`)."
+        )
+    return config
+
+
+def _check_files(*files: Path | None) -> None:
+    for file in files:
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ValueError(f"{file} cannot be written: it must be a file in a folder that exists.")
+
+
+def _calibrations(
+    model: Any, drafter: Any, ids: list[torch.Tensor], is_held_out: list[bool], settings: EvaluationSettings
+) -> list[Calibration]:
+    """One per decoding temperature."""
+    found = []
+    with err.status("decoding") as status:
+        for temperature in settings.temperatures:
+            num_rounds = 0
+
+            def show(place: int, stats: Any, temperature: float = temperature) -> None:
+                nonlocal num_rounds
+                num_rounds += stats.num_rounds
+                status.update(f"temperature {temperature:g}: {place + 1} of {len(ids)} prompts, {num_rounds} rounds")
+
+            stats = collect_rounds(
+                model, drafter, ids, temperature=temperature, max_new_tokens=settings.max_new_tokens,
+                seed=settings.seed, on_progress=show,
+            )  # fmt: skip
+            found.append(
+                calibrate_rounds(
+                    stats, is_held_out, temperature=temperature, num_draft_tokens=drafter.config.num_draft_tokens
+                )
+            )
+    return found
+
+
+def _merged(config: DSparkConfig, found: list[Calibration]) -> dict[str, list[float]]:
+    """What the config had for other decoding temperatures, and the new lists; one list for all of them is replaced."""
+    old, new = config.confidence_temperatures, [calibration.decoding_temperature for calibration in found]
+    kept = {key: row for key, row in old.items() if float(key) not in new} if isinstance(old, dict) else {}
+    merged = kept | {calibration.key: calibration.temperatures for calibration in found}
+    return dict(sorted(merged.items(), key=lambda item: float(item[0])))
+
+
+def _write_files(figures: dict[str, Any], found: list[Calibration], sglang: Path | None, report: Path | None) -> None:
+    from dspark.conversion.sglang_sts import SglangSts, to_json
+
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if sglang is None:
+        return
+    for calibration in found:
+        name = sglang if len(found) == 1 else sglang.with_stem(f"{sglang.stem}-t{calibration.key}")
+        errors = [[figures.ece for figures in part] for part in (calibration.before, calibration.after)]
+        sts = SglangSts(
+            temperatures=tuple(calibration.temperatures),
+            dataset=figures["dataset"],
+            num_samples=calibration.num_fit_rounds,
+            # The format has no place for a position that no held-out round verified.
+            **{
+                field: () if any(map(math.isnan, values)) else tuple(values)
+                for field, values in zip(("ece_before", "ece_after"), errors, strict=True)
+            },
+        )
+        name.write_text(to_json(sts), encoding="utf-8")
+
+
+def _table(calibration: Calibration) -> Table:
+    table = Table(
+        title=f"Survival at temperature {calibration.key}: fitted on {calibration.num_fit_rounds} rounds; figures of "
+        f"{calibration.num_held_out_rounds} rounds of held-out prompts, accepted length "
+        f"{calibration.mean_acceptance_length:.2f}"
+    )
+    for column in ("position", "T", "rounds", "accepted", "ECE raw", "ECE new", "AUC raw", "AUC new"):
+        table.add_column(column, justify="right")
+    for fit, before, after in zip(calibration.fits, calibration.before, calibration.after, strict=True):
+        table.add_row(
+            str(fit.position + 1), f"{fit.temperature:.2f}", str(before.num_rounds), _percent(before.observed),
+            _percent(before.ece), _percent(after.ece), _area(before), _area(after),
+        )  # fmt: skip
+    table.add_section()
+    means = [_percent(calibration.mean_ece(part)) for part in (calibration.before, calibration.after)]
+    table.add_row("mean", "", "", "", *means, "", "")
+    return table
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
+def _area(figures: PositionReliability) -> str:
+    return "-" if math.isnan(figures.auc) else f"{figures.auc:.2f}"
+
+
+__all__ = ["calibrate"]

@@ -1,0 +1,154 @@
+"""Calibration of one drafter at one decoding temperature: fit on some prompts, judge on others.
+
+Rounds of one prompt resemble each other, so prompts are held out, not rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ..calibration import PositionFit, PositionReliability, fit_positions, position_reliability
+from ..calibration.temperature import MIN_ROUNDS
+from ..stats import SpeculationStats
+from .rounds import stack_rounds
+
+_DIGITS = 4  # behind the point, of a temperature as it is written
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Temperatures of one decoding temperature and what they do.
+
+    Attributes:
+        decoding_temperature: 0 is greedy.
+        fits: Per draft position, the temperature and how its fit went.
+        before, after: Figures on held-out prompts per draft position, raw and calibrated.
+        num_fit_rounds, num_held_out_rounds: Rounds of each part.
+        mean_acceptance_length: Of the held-out part.
+    """
+
+    decoding_temperature: float
+    fits: list[PositionFit]
+    before: list[PositionReliability]
+    after: list[PositionReliability]
+    num_fit_rounds: int
+    num_held_out_rounds: int
+    mean_acceptance_length: float
+
+    @property
+    def temperatures(self) -> list[float]:
+        """One per draft position."""
+        return [fit.temperature for fit in self.fits]
+
+    @property
+    def key(self) -> str:
+        """Name in `DSparkConfig.confidence_temperatures`."""
+        return f"{self.decoding_temperature:.6g}"
+
+    def mean_ece(self, figures: Sequence[PositionReliability]) -> float:
+        """ECE over positions, weighted by their rounds as the reference does; NaN without any."""
+        total = sum(f.num_rounds for f in figures)
+        return sum(f.ece * f.num_rounds for f in figures if f.num_rounds) / total if total else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "decoding_temperature": self.decoding_temperature,
+            "temperatures": self.temperatures,
+            "fit": {"num_rounds": self.num_fit_rounds, "positions": [asdict(fit) for fit in self.fits]},
+            "held_out": {
+                "num_rounds": self.num_held_out_rounds,
+                "mean_acceptance_length": self.mean_acceptance_length,
+                "before": [figures.to_dict() for figures in self.before],
+                "after": [figures.to_dict() for figures in self.after],
+            },
+        }
+
+
+def held_out_places(sizes: Sequence[int], share: float, seed: int) -> list[bool]:
+    """Which prompts to hold out: about `share` of each set, chosen by the seed.
+
+    Args:
+        sizes: Prompts per set; the result has their sum, set by set.
+        share: In (0, 1).
+        seed: Of the choice.
+
+    Raises:
+        ValueError: The share is out of range, or no prompt is left on one side.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"The held-out share must lie between 0 and 1, got {share}.")
+    chosen: list[bool] = []
+    for number, size in enumerate(sizes):
+        # Evenly spaced over all sets together, so that small sets are held out in proportion too.
+        ends = [math.floor((len(chosen) + i) * share) for i in range(size + 1)]
+        is_out = [b > a for a, b in pairwise(ends)]
+        random.Random(f"{seed}/{number}").shuffle(is_out)
+        chosen += is_out
+    if all(chosen) or not any(chosen):
+        raise ValueError(
+            f"{sum(sizes)} prompts and a held-out share of {share} leave no prompt on one side. Give more prompts or "
+            "another share."
+        )
+    return chosen
+
+
+def check_enough_prompts(is_held_out: Sequence[bool], max_new_tokens: int) -> None:
+    """Refuse before any work what cannot give enough rounds, as every round writes a token.
+
+    Raises:
+        ValueError: Says how many rounds there can be at most, and what to change.
+    """
+    most = (len(is_held_out) - sum(is_held_out)) * (max_new_tokens - 1)
+    _check_enough(most, f"rounds at most from {len(is_held_out)} prompts of {max_new_tokens} new tokens")
+
+
+def _check_enough(count: int, what: str) -> None:
+    if count < MIN_ROUNDS:
+        raise ValueError(
+            f"{count} {what} are too few to calibrate with: at least {MIN_ROUNDS} beside the held-out ones are "
+            "needed, and thousands for deep positions. Give more prompts or more new tokens."
+        )
+
+
+def calibrate_rounds(
+    stats: Sequence[SpeculationStats], is_held_out: Sequence[bool], *, temperature: float, num_draft_tokens: int
+) -> Calibration:
+    """Fit on the prompts that are not held out, judge on those that are.
+
+    Args:
+        stats: Per prompt, from [`collect_rounds`].
+        is_held_out: Per prompt.
+        temperature: The decoding temperature the prompts were answered at.
+        num_draft_tokens: Draft positions of the drafter.
+
+    Raises:
+        ValueError: Too few rounds to fit even the first position.
+    """
+    parts = [[s for s, out in zip(stats, is_held_out, strict=True) if out is wanted] for wanted in (False, True)]
+    fitted, judged = (stack_rounds(part, num_draft_tokens) for part in parts)
+    _check_enough(len(fitted.logits), f"rounds at temperature {temperature:g}")
+    fits = fit_positions(fitted.logits, fitted.accepted, verified_lengths=fitted.verified)
+    fits = [replace(fit, temperature=round(fit.temperature, _DIGITS)) for fit in fits]
+    before, after = (
+        position_reliability(judged.logits, judged.accepted, verified_lengths=judged.verified, temperatures=row)
+        for row in (None, [fit.temperature for fit in fits])
+    )
+    rounds, accepted = sum(s.num_rounds for s in parts[1]), sum(sum(s.accepted) for s in parts[1])
+    return Calibration(
+        decoding_temperature=temperature,
+        fits=fits,
+        before=before,
+        after=after,
+        num_fit_rounds=len(fitted.logits),
+        num_held_out_rounds=len(judged.logits),
+        mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,
+    )
+
+
+__all__ = ["Calibration", "calibrate_rounds", "check_enough_prompts", "held_out_places"]
