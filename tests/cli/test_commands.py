@@ -111,6 +111,12 @@ def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
     [
         (["inspect", "{target}"], "not a DSpark drafter"),
         (["inspect", "no/such/folder/here"], "error"),
+        (["inspect", "/no/such/folder"], "There is no folder /no/such/folder"),
+        (["generate", "x", "--target", "/nope", "--drafter", "{drafter}"], "There is no folder /nope"),
+        (["generate", "x", "--target", "{drafter}", "--drafter", "{drafter}"], "No tokenizer could be loaded from"),
+        (["generate", "", "--target", "{target}", "--drafter", "{drafter}"], "The prompt has no tokens"),
+        (["generate", "x", "--target", "{target}", "--drafter", "{drafter}", "--device", "foo"], "`--device` must be"),
+        (["doctor", "--target", "{target}", "--drafter", "{drafter}", "--device", "cuda:99"], "`--device` is"),
         (["generate", "x", "--target", "{target}", "--drafter", "{target}"], "not a DSpark drafter"),
         (["generate", "x", "--target", "{target}", "--drafter", "{drafter}", "--dtype", "int4"], "--dtype"),
     ],

@@ -65,6 +65,17 @@ def test_each_row_is_as_if_alone(attention: str, wrong: Any) -> None:
     assert [row[-len(text) :] for row, text in zip(found.tolist(), texts, strict=True)] == texts
 
 
+@pytest.mark.parametrize("form", [torch.Tensor.float, torch.Tensor.half, torch.Tensor.bool, lambda mask: mask * 2])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_mask_may_have_any_dtype_and_values(form: Any, rows: int) -> None:
+    """A mask says where padding is, in whatever numbers plain decoding takes."""
+    model = zoo.target("Llama")
+    call = {name: value[:rows] for name, value in left_padded(*PROMPTS).items()}
+    call["attention_mask"] = form(call["attention_mask"])
+    expected = plain(model, 20, **call)
+    assert plain(model, 20, assistant_model=Hostile(model), **call).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "MPT (ALiBi)"])
 def test_a_hostile_drafter_changes_no_row(name: str) -> None:
     model = zoo.target(name)

@@ -339,6 +339,7 @@ REFUSED = {
     "assistant_ensemble_weight": {"assistant_ensemble_weight": 0.5},
     "use_cache": {"use_cache": False},
     "synced_gpus": {"synced_gpus": True},
+    "cache_implementation": {"cache_implementation": "paged"},
     "token_healing": {"token_healing": True, "tokenizer": tokenizer()},
     "custom_generate": {"custom_generate": lambda *args, **kwargs: None},
 }

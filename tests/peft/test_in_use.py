@@ -6,6 +6,8 @@ a target runs with, rows of a batch that lose their adapters.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -56,6 +58,7 @@ def test_adapters_are_switched_per_call(folders, target) -> None:
         drafter.enable_adapters()
         assert same_drafts(drafts(drafter, target), drafted)
         drafter.disable_adapters()
+    drafter.enable_adapters()
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
     assert state_hash(target) == before
     assert text(target) == plain
@@ -109,14 +112,16 @@ def test_adapters_leave_and_the_drafter_is_as_before(folders, target) -> None:
 
 
 def test_settings_and_copies(folders, target) -> None:
-    import copy
-
     drafter = DSparkDrafter.from_pretrained(folders[0])
     drafter.speculation = SpeculationConfig(num_assistant_tokens=1)
     twin = copy.deepcopy(drafter)
     assert same_drafts(drafts(twin, target), drafts(drafter, target))
     assert text(target, assistant_model=twin) == text(target)
     assert max(twin.last_stats.verified) == 1
+    model = peft.PeftModel.from_pretrained(DSparkDrafter.from_pretrained(folders[2]), folders[0])
+    model.speculation = SpeculationConfig(num_assistant_tokens=1)
+    with pytest.raises(ValueError, match=r"set on the PeftModel .* `model\.get_base_model\(\)\.speculation"):
+        text(target, assistant_model=model)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])

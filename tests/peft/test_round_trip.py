@@ -206,6 +206,20 @@ def test_an_adapter_added_to_a_drafter_trains_without_a_wrapper(tmp_path) -> Non
     assert not same_drafts(drafts(again, target), before)
 
 
+def test_a_loaded_adapter_is_trained_further(tmp_path) -> None:
+    run = trained(tmp_path, KINDS["lora"](), steps=3)
+    run.model.save_pretrained(run.folder)
+    drafter = load(run.base)
+    drafter.load_adapter(run.folder, is_trainable=True)
+    wrapped = peft.PeftModel.from_pretrained(load(run.base), run.folder, is_trainable=True)
+    for model in (drafter, wrapped):
+        assert same_drafts(drafts(model.eval(), run.target), drafts(run.drafter, run.target))
+        trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert len(trainable) == sum(parameter.requires_grad for parameter in run.model.parameters())
+        tiny.trainer(tmp_path, model.train(), run.target, tiny.answers(tmp_path), max_steps=3).train()
+        assert not same_drafts(drafts(model.eval(), run.target), drafts(run.drafter, run.target))
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path) -> None:
     target, states = tiny.llama(), []
     for is_on in (False, True):

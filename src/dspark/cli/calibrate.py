@@ -21,8 +21,8 @@ from ..evaluation.rounds import collect_rounds
 from ..evaluation.settings import EvaluationSettings
 from ..hub import read_config
 from ..version import __version__
-from .common import bad_input_exits, err, load_drafter, load_target, out, print_json
-from .data import default_device, target_dtype
+from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json
+from .data import target_dtype
 
 
 def calibrate(
@@ -74,6 +74,7 @@ def calibrate(
     from ..training.packing import packed
 
     with bad_input_exits():
+        where = chosen_device(device)
         settings = EvaluationSettings(temperatures=tuple(temperature), max_new_tokens=max_new_tokens, seed=seed)
         config = _check_drafter(drafter, copy)
         _check_files(sglang, report)
@@ -82,7 +83,6 @@ def calibrate(
         check_enough_prompts(is_held_out, max_new_tokens)
         if threads is not None:
             torch.set_num_threads(threads)
-        where = device or default_device()
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
         draft = load_drafter(drafter, target_dtype(dtype, where))
         for module in (model, draft):

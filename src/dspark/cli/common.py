@@ -54,16 +54,54 @@ def parse_dtype(name: str) -> torch.dtype:
     return known[name]
 
 
+def chosen_device(name: str | None = None) -> str:
+    """The device to run on: `name`, or by default cuda where there is one, else cpu.
+
+    Raises:
+        ValueError: Not a device, or none of this machine's.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ValueError(f"`--device` must be cpu, cuda or cuda:N, got {name!r}.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= count:
+        raise ValueError(f"`--device` is {name!r}, and torch sees {count or 'no'} CUDA devices here. Use cpu.")
+    return name
+
+
+def check_source(source: str) -> None:
+    """Refuse what can only be a local path and does not exist.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().exists():
+        raise ValueError(f"There is no folder {source}. Name a local folder or a Hub id (owner/name).")
+
+
 def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """Target and tokenizer of a folder or Hub id."""
+    """Target and tokenizer of a folder or Hub id.
+
+    Raises:
+        ValueError: There is no such folder, or no tokenizer in it.
+        OSError: The model cannot be loaded.
+    """
+    check_source(source)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
-    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"No tokenizer could be loaded from {source}, which texts need: {reason}") from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra).eval()
     return model, tokenizer
 
 
 def load_drafter(source: str | Path, dtype: torch.dtype) -> DSparkDrafter:
     """Drafter of a folder or Hub id."""
+    check_source(str(source))
     return DSparkDrafter.from_pretrained(source, dtype=dtype).eval()
 
 
@@ -97,6 +135,6 @@ def demo_drafter() -> Path:
 
 
 __all__ = [
-    "BAD_INPUT", "bad_input_exits", "demo_drafter", "demo_target", "err", "load_drafter", "load_target", "out",
-    "parse_dtype", "print_json",
+    "BAD_INPUT", "bad_input_exits", "check_source", "chosen_device", "demo_drafter", "demo_target", "err",
+    "load_drafter", "load_target", "out", "parse_dtype", "print_json",
 ]  # fmt: skip

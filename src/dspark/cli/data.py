@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .common import bad_input_exits, err, load_target, parse_dtype, print_json
+from .common import bad_input_exits, chosen_device, err, load_target, parse_dtype, print_json
 
 
 def data(
@@ -101,7 +101,7 @@ def data(
             raise ValueError("--self-prompts goes by the chat template, so it cannot be --raw.")
         questions = read_prompts(prompts or [], limit) if prompts or self_prompts is None else []
         layers = parse_layers(target_layers)
-        device = device or default_device()
+        device = chosen_device(device)
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, device))
         torch.nn.Module.to(model, device)
         writer = None if features is None else _writer(model, features, layers, feature_dtype)
@@ -146,11 +146,6 @@ def parse_layers(text: str | None) -> list[int] | None:
         raise ValueError(f"--target-layers must look like 1,9,17, got {text!r}.") from error
 
 
-def default_device() -> str:
-    """The accelerator if there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def target_dtype(name: str, device: str) -> torch.dtype:
     """Dtype of a target that runs on `device`; `auto` is fp32 on a CPU, bf16 elsewhere.
 
@@ -176,4 +171,4 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-__all__ = ["data", "default_device", "json_object", "parse_layers", "target_dtype"]
+__all__ = ["data", "json_object", "parse_layers", "target_dtype"]

@@ -14,7 +14,7 @@ from ..cpu import optimize_for_cpu
 from ..evaluation import SETS, chat_ids, read_prompts, sample_prompts
 from ..evaluation.doctor import Diagnosis, diagnose
 from ..evaluation.prompt_sets import Prompting
-from .common import bad_input_exits, err, load_drafter, load_target, out, parse_dtype, print_json
+from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, parse_dtype, print_json
 
 
 def doctor(
@@ -44,6 +44,7 @@ def doctor(
     Exit codes: 0 nothing wrong, 1 a likely cause was found, 2 bad input.
     """
     with bad_input_exits():
+        device = chosen_device(device)
         texts = _texts(prompts, limit)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))

@@ -21,8 +21,8 @@ from ..evaluation.report import build_report, has_unequal_ids
 from ..evaluation.report_files import write_report
 from ..evaluation.results import Results, ResultsLog, merge_results, write_results
 from ..evaluation.settings import SWEEP, EvaluationSettings
-from .common import bad_input_exits, err, load_drafter, load_target, out, print_json
-from .data import default_device, json_object, target_dtype
+from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json
+from .data import json_object, target_dtype
 from .eval_tables import print_report
 
 
@@ -100,6 +100,7 @@ def evaluate_command(
                 write_results(results, out_folder)
         else:
             thresholds = tuple(sorted({*threshold, *(SWEEP if sweep else ())}))
+            where = chosen_device(device)
             settings = EvaluationSettings(tuple(temperature), thresholds, max_new_tokens, seed, speed, reliability)
             plan = _Plan(
                 settings=settings,
@@ -107,8 +108,8 @@ def evaluate_command(
                 texts=gather_prompts(set_name, prompts, limit=limit),
                 part=_part(part),
                 sources=_labels(drafter),
-                dtype=target_dtype(dtype, device or default_device()),
-                device=device or default_device(),
+                dtype=target_dtype(dtype, where),
+                device=where,
             )
             if threads is not None:
                 torch.set_num_threads(threads)

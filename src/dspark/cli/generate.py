@@ -10,7 +10,7 @@ from transformers import TextStreamer
 
 from ..cpu import optimize_for_cpu
 from ..evaluation import chat_ids
-from .common import bad_input_exits, err, load_drafter, load_target, out, parse_dtype, print_json
+from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, parse_dtype, print_json
 
 
 def generate(
@@ -42,6 +42,7 @@ def generate(
     Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
     """
     with bad_input_exits():
+        device = chosen_device(device)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))
         model.to(device)
@@ -52,6 +53,8 @@ def generate(
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         ids = chat_ids(tokenizer, prompt).to(device)
+        if not ids.numel():
+            raise ValueError("The prompt has no tokens. Give some text, or a target with a chat template.")
         result = model.generate(
             ids,
             assistant_model=draft,

@@ -10,7 +10,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from ..hub import read_config
-from .common import bad_input_exits, out, print_json
+from .common import bad_input_exits, check_source, out, print_json
 
 _FIELDS = (
     "family", "block_size", "sample_from_anchor", "mask_token_id", "target_layer_ids", "num_target_layers",
@@ -29,6 +29,7 @@ def inspect(
     Exit codes: 0 a drafter that can be loaded, 2 anything else, with the reason.
     """
     with bad_input_exits():
+        check_source(source)
         config = read_config(source)
         tensors = _tensors(Path(source))
     facts: dict[str, Any] = {field: getattr(config, field) for field in _FIELDS}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import train_options as opt
-from .common import bad_input_exits, err, load_target, print_json
-from .data import default_device, parse_layers, target_dtype
+from .common import bad_input_exits, chosen_device, err, load_target, print_json
+from .data import parse_layers, target_dtype
 
 
 def train(
@@ -164,7 +164,7 @@ _LEAST = {
 def _check(options: dict[str, Any]) -> None:
     from ..training.arguments import DECAYING
 
-    precision, device = options["precision"], options["device"] or default_device()
+    precision, device = options["precision"], chosen_device(options["device"])
     if precision not in ("auto", "fp32", "bf16"):
         raise ValueError(f"--precision must be auto, fp32 or bf16, got {precision!r}.")
     if device not in ("cuda", "cpu"):
@@ -183,7 +183,7 @@ def _config(options: dict[str, Any]) -> Any:
     from ..training.request import checkpoint_folder
 
     _check(options)
-    precision, device = options["precision"], options["device"] or default_device()
+    precision, device = options["precision"], chosen_device(options["device"])
     has_bfloat16 = device == "cuda" and torch.cuda.is_bf16_supported()
     same = ("ce", "l1", "confidence", "decay", "max_length", "seed", "report_to", "eval_new_tokens", "keep_best")
     return TrainingConfig(

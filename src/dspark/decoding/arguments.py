@@ -18,9 +18,20 @@ from .target_cache import QUANTISED
 
 
 def as_drafter(assistant: Any) -> DSparkDrafter | None:
-    """The drafter behind an `assistant_model`: as it is, compiled, or wrapped by PEFT; None for anything else."""
+    """The drafter behind an `assistant_model`: as it is, compiled, or wrapped by PEFT; None for anything else.
+
+    Raises:
+        ValueError: Settings were put on a wrapper, which does not pass them on.
+    """
     model = unwrap(assistant)
-    return model if isinstance(model, DSparkDrafter) else None
+    if not isinstance(model, DSparkDrafter):
+        return None
+    if model is not assistant and isinstance(vars(assistant).get("speculation"), SpeculationConfig):
+        raise ValueError(
+            f"`speculation` was set on the {type(assistant).__name__} around the drafter, where it has no effect. Set "
+            "it on the drafter: `model.get_base_model().speculation = ...`, or pass it to `generate`."
+        )
+    return model
 
 
 def drafter_of(call: dict[str, Any]) -> DSparkDrafter | None:
@@ -35,6 +46,11 @@ def check_arguments(target: PreTrainedModel, call: dict[str, Any]) -> None:
     """Refuse what `custom_generate` would drop without a word, and what would fail before our own checks."""
     if _option(target, call, "cache_implementation") == "quantized":
         raise ValueError(f"`cache_implementation='quantized'`: {QUANTISED}")  # no backend needs to be installed for it
+    if _option(target, call, "cache_implementation") == "paged":
+        raise ValueError(
+            "`cache_implementation='paged'` hands the call to continuous batching, which asks no drafter. Leave it "
+            "out, or leave `assistant_model` out."
+        )
     if call.get("synced_gpus"):
         raise ValueError(
             "`synced_gpus=True` makes all processes run the same number of forward passes, but rounds with a drafter "

@@ -30,7 +30,7 @@ def start_context(run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tens
     Args:
         run: The call.
         chunks: Context features of the prompt, `[B, S_i, D]`, in order.
-        mask: int `[B, S]`, 0 on left padding, or None. Padding never enters the context.
+        mask: `[B, S]` of any dtype, 0 on left padding, or None. Padding never enters the context.
         offset: Position of the first feature (more than 0 when earlier states are not to be had).
     """
     features = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
@@ -39,7 +39,7 @@ def start_context(run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tens
     if mask is None or bool(mask.all()):
         run.drafter.extend_context(run.context, features)
         return
-    counts = mask[:, -width:].sum(-1).tolist()
+    counts = (mask[:, -width:] != 0).sum(-1).tolist()
     # Left-padded rows are shifted so that each starts at slot 0.
     shift = torch.tensor([width - count for count in counts], device=features.device)
     index = (torch.arange(width, device=features.device) + shift[:, None]).clamp(max=width - 1)

@@ -99,7 +99,8 @@ class TargetSession:
         self.kwargs[self._cache_key] = cache
         self._rollback = CacheRollback(cache)
         self.kwargs.pop("inputs_embeds", None)
-        self._mask = mask if mask is not None and not bool(mask.all()) else None
+        # Counted in integers: a mask may come as bool, float, or with other values than 1.
+        self._mask = (mask != 0).long() if mask is not None and not bool(mask.all()) else None
         self._keeps_mask = mask is not None
         self._cached = cache_length(cache) or 0  # all recurrent: no slots
         # Without a mask all rows may share one row of positions.
