@@ -12,13 +12,19 @@ import torch
 from typer.testing import CliRunner
 
 from dspark import DSparkDrafter
-from dspark.cli import app
+from dspark.cli import app, common
 from tests.decoding.pair import new_target
 from tests.decoding.words import tokenizer
 from tests.evaluation.known import without_times
 from tests.scripted import drafter_config
 
 runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal wide enough for unbroken headers, whatever width it had when the console was made."""
+    monkeypatch.setattr(common.out, "_width", 200)
 
 
 @pytest.fixture(scope="module")
