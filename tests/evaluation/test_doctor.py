@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -98,3 +99,19 @@ def test_a_hostile_drafter_end_to_end() -> None:
         diagnose(target, drafter, [])
     with pytest.raises(ValueError, match="cannot run"):
         diagnose(target, DSparkDrafter(drafter_config(target, vocab_size=99, mask_token_id=5)), prompts)
+
+
+def test_the_report_beside_a_drafter_says_what_to_expect(tmp_path) -> None:
+    from dspark.cli.common import demo_drafter
+    from dspark.cli.doctor import reported_length
+
+    assert reported_length(tmp_path) is None
+    runs = [
+        {"temperature": t, "threshold": c, "mean": {"accepted_length": length}}
+        for t, c, length in ((1.0, 0.0, 1.5), (0.0, 0.4, 1.8), (0.0, 0.0, 2.0))
+    ]
+    (tmp_path / "report.json").write_text(json.dumps({"what": "dspark eval", "runs": runs}))
+    assert reported_length(tmp_path) == 2.0
+    (tmp_path / "report.json").write_text("{}")
+    assert reported_length(tmp_path) is None
+    assert 1 < reported_length(demo_drafter()) < 8

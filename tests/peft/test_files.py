@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft")
 from dspark import DSparkConfig, DSparkDrafter  # noqa: E402
 from dspark.peft_layers import carries_adapters  # noqa: E402
 from tests.golden import common  # noqa: E402
-from tests.peft.wrapped import KINDS, LINEARS, VOCAB, base_folder, drafts, same_drafts, shaken  # noqa: E402
+from tests.peft.wrapped import KINDS, VOCAB, base_folder, drafts, same_drafts, shaken  # noqa: E402
 from tests.training import tiny  # noqa: E402
 
 load = DSparkDrafter.from_pretrained
@@ -246,7 +246,6 @@ def test_targets_by_pattern_load_too(base, tmp_path) -> None:
     pattern = peft.LoraConfig(r=2, target_modules=r"fc|layers\.\d+\.mlp\.\w+_proj")
     folder = written(base, tmp_path / "pattern", pattern)
     assert sum("lora_A" in name for name in load(folder).state_dict()) == 7
-    assert set(LINEARS) > {"fc"}
 
 
 def test_cached_repositories_load_offline(base, folder, tmp_path) -> None:

@@ -94,6 +94,7 @@ def _report(
         figures["speedup_over_stock"] = stock[summary.name] / figures["speculative_seconds"]
         sets.append(figures)
     return {
+        "what": "dspark demo",
         "settings": {**settings, "dtype": "float32", "block_size": drafter.config.block_size},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "dspark": __version__},
         "target": {"class": type(model).__name__, "parameters": model.num_parameters()},

@@ -98,16 +98,17 @@ def _forms(tokenizer: Any, texts: list[str]) -> dict[str, list[torch.Tensor]]:
 
 
 def reported_length(folder: Path) -> float | None:
-    """Mean greedy accepted length of the `dspark eval` report beside a drafter, every draft verified; or None."""
+    """Mean greedy accepted length, every draft verified, by the report of `dspark eval` or `demo` beside a drafter."""
     path = folder / "report.json"
     if not path.is_file():
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
-    runs = report.get("runs", []) if isinstance(report, dict) else []
-    lengths = [
-        run["mean"]["accepted_length"] for run in runs if run.get("temperature") == 0 and run.get("threshold") == 0
-    ]
-    return float(lengths[0]) if lengths and lengths[0] is not None else None
+    if report.get("what") == "dspark eval":
+        whole = [run for run in report["runs"] if run["temperature"] == run["threshold"] == 0]
+        return whole[0]["mean"]["accepted_length"] if whole else None
+    if report.get("what") == "dspark demo" and report["settings"]["threshold"] == 0:
+        return sum(one["mean_acceptance_length"] for one in report["sets"]) / len(report["sets"])
+    return None
 
 
 def _show(result: Diagnosis) -> None:
