@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,19 @@ def test_bad_input_exits_with_2_and_says_why(pair: dict[str, str], args: list[st
     result = runner.invoke(app, [a.format(**pair) for a in args])
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.split())
+
+
+def test_a_folder_with_a_gguf_file_says_how_to_name_it(pair: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    result = runner.invoke(app, ["generate", "x", "--target", str(tmp_path), "--drafter", pair["drafter"]])
+    assert result.exit_code == 2
+    assert "some.gguf: name it with --gguf-file" in " ".join(result.output.split())
+
+
+def test_help_shows_the_form_of_a_prompt_file() -> None:
+    for command in ("data", "eval", "doctor"):
+        result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+        assert re.search(r'\{"turns": \[', " ".join(result.output.split())), command
 
 
 @pytest.mark.parametrize("command", ["demo", "generate", "inspect", "doctor", "data", "train"])

@@ -93,8 +93,12 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"No tokenizer could be loaded from {source}, which texts need: {reason}") from error
+        found = sorted(path.name for path in Path(source).glob("*.gguf")) if gguf_file is None else []
+        hint = f" It holds {', '.join(found)}: name it with --gguf-file." if found else ""
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"No tokenizer could be loaded from {source}, which texts need.{hint} ({reason:.200})"
+        ) from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra).eval()
     return model, tokenizer
 

@@ -19,7 +19,7 @@ def data(
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help='Prompt file, one JSON object a line: {"turns": [text, ...]} (the first turn is used) or '
+            help='Prompt file, one JSON object a line: {"turns": \\[text, ...]} (the first turn is used) or '
             '{"prompt": text}. Repeat for more files; their names become the records\' `source`.'
         ),
     ] = None,

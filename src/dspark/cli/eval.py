@@ -38,7 +38,7 @@ def evaluate_command(
     prompts: Annotated[
         list[Path],
         typer.Option(
-            help='Prompt file, one JSON object a line: {"turns": [text, ...]} (the first turn is used) or '
+            help='Prompt file, one JSON object a line: {"turns": \\[text, ...]} (the first turn is used) or '
             '{"prompt": text}. Repeatable; the set has the name of the file.'
         ),
     ] = [],  # noqa: B006
