@@ -101,7 +101,8 @@ def call_settings(
     Raises:
         ValueError: A value is out of range or contradicts another.
     """
-    settings = kwargs.pop("speculation", None) or drafter.speculation
+    given = kwargs.pop("speculation", None)
+    settings = drafter.speculation if given is None else given
     if not isinstance(settings, SpeculationConfig):
         raise ValueError(f"`speculation` must be a SpeculationConfig, got {type(settings).__name__}.")
     changes = {}
