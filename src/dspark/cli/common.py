@@ -64,10 +64,10 @@ def chosen_device(name: str | None = None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ValueError(f"`--device` must be cpu, cuda or cuda:N, got {name!r}.")
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(number or 0) >= count:
-        raise ValueError(f"`--device` is {name!r}, and torch sees {count or 'no'} CUDA devices here. Use cpu.")
+        raise ValueError(f"--device is {name!r}, and torch sees {count or 'no'} CUDA devices here. Use cpu.")
     return name
 
 
