@@ -72,13 +72,11 @@ def written_texts(target, tokenizer, layers: list[int], args: argparse.Namespace
         kept = torch.load(path, weights_only=True)
         if kept["settings"] == settings:
             return {name: [WrittenText(**text) for text in texts] for name, texts in kept["texts"].items()}
-    end = target.generation_config.eos_token_id
-    ends = set(end) if isinstance(end, list) else {end} - {None}
     found: dict[str, list[WrittenText]] = {}
     with optimize_for_cpu(target) if args.device == "cpu" else torch.no_grad():
         for name, prompts in gather_prompts([], args.prompt_file, limit=args.prompts).items():
             ids = [chat_ids(tokenizer, prompt).to(args.device) for prompt in prompts]
-            found[name] = [write_text(target, i, layers, max_new_tokens=args.max_new_tokens, ends=ends) for i in ids]
+            found[name] = [write_text(target, i, layers, max_new_tokens=args.max_new_tokens) for i in ids]
     plain = {name: [vars(text) for text in texts] for name, texts in found.items()}
     torch.save({"settings": settings, "texts": plain}, path)
     return found
@@ -92,7 +90,7 @@ def measure(drafter, texts: dict[str, list[WrittenText]], target, thresholds: tu
         for text in some:
             stats = stats.merge(replay(drafter, text, target))
         found["sets"][name] = {
-            "accepted_length": stats.mean_acceptance_length, "conditional": stats.conditional_acceptance(),
+            "accepted_length": stats.mean_acceptance_length,
             "rounds": [list(r) for r in stats.scored_rounds()], "verified": stats.verified, "accepted": stats.accepted,
         }  # fmt: skip
     for threshold in thresholds:

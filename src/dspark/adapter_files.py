@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file, logging
 
+from .files import write_atomically
 from .peft_layers import base_module
 from .target import describe
 from .target_note import draft_vocab_hash, hash_matrices
@@ -199,9 +201,8 @@ def note_base(folder: str | os.PathLike[str], drafter: Any) -> None:
         if path.is_file():
             config = json.loads(path.read_text(encoding="utf-8"))
             config["auto_mapping"] = base_note(drafter)
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-            aside.replace(path)
+            text = json.dumps(config, indent=2, sort_keys=True)
+            write_atomically(path, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 def check_base(drafter: Any, config: Any, source: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .configuration_dspark import DSparkConfig
+from .files import write_atomically
 from .modeling_dspark import DSparkDrafter
 
 _NAME = "config.json"
@@ -40,17 +41,7 @@ def update_config_file(folder: str | os.PathLike[str], **fields: Any) -> None:
     path = Path(folder) / _NAME
     raw = {**_read(Path(folder)), **fields}
     DSparkConfig.from_dict(raw)
-    # Beside the file, hence on its file system: taking its place is one step.
-    temporary = path.with_name(f".{_NAME}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(raw, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8"))
 
 
 def copy_with(source: str, folder: str | os.PathLike[str], **fields: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from .packed_weight import PackedLinear, PackedWeight
 from .target import describe, unwrap
+
+logger = logging.get_logger("dspark.cpu")
 
 # Rows oneDNN is told to expect. 8 was as fast as any other hint from 1 to 512 rows, and with hints from 4 up a row's
 # result does not depend, bit for bit, on how many rows are computed at once. A hint of 1 leaves rows unblocked and
@@ -233,4 +237,22 @@ def _group_by_weight(model: nn.Module, layers: dict[str, nn.Linear]) -> Iterator
     yield from [(names, uses[key] > len(names)) for key, names in users.items()]
 
 
-__all__ = ["PackedLayers", "optimize_for_cpu"]
+def packed(model: PreTrainedModel, *, wanted: bool = True) -> Any:
+    """A context in which the linear layers of `model` are packed; restored at its end.
+
+    A model elsewhere than on a CPU stays as it is; one that cannot be packed too, with one warning that says why.
+
+    Args:
+        model: Frozen.
+        wanted: False: do nothing.
+    """
+    if not wanted or model.device.type != "cpu":
+        return nullcontext()
+    try:
+        return optimize_for_cpu(model)
+    except (ValueError, RuntimeError) as error:
+        logger.warning(f"{describe(model)} runs unpacked, which is slower: {error}")
+        return nullcontext()
+
+
+__all__ = ["PackedLayers", "optimize_for_cpu", "packed"]

@@ -212,18 +212,18 @@ class _Teacher:
     ) -> None:
         self.head = drafter.teacher()
         self.draft_token_ids = drafter.draft_token_ids
-        self.supervised = blocks.supervised
         # The law of the token at a label's position is computed at the position before it.
         places = (blocks.label_positions - 1).clamp(min=0)
         row = torch.arange(len(places), device=places.device)[:, None, None].expand_as(places)
         self.index = row * last_hidden.shape[1] + places
+        self.supervised_index = self.index[blocks.supervised]
         self.last_hidden = last_hidden.flatten(0, 1)
         self.logsumexp = None if logsumexp is None else logsumexp.flatten()
 
     @torch.no_grad()
     def law(self, rows: slice | Any) -> TargetLaw:
         """Law of some supervised positions (`slice`), or of all block positions (`...`): `[n, Vd]`."""
-        index = self.index if rows is ... else self.index[self.supervised][rows]
+        index = self.index if rows is ... else self.supervised_index[rows]
         device = index.device
         hidden = self.last_hidden[index.to(self.last_hidden.device)]
         head = self.head

@@ -70,8 +70,8 @@ def test_end_to_end_writes_every_file(folders: dict[str, str], tmp_path: Path) -
     assert result.exit_code == 0, result.output
     for text in (
         "accepted length",
-        "thresholds, one, greedy",
-        "where a round's time goes",
+        "Confidence threshold: one, greedy",
+        "Where a round's time goes",
         "ids were compared",
         "AUC",
     ):

@@ -42,7 +42,7 @@ def test_statistics_are_those_of_generate(fields: dict[str, Any], new: int, thre
         out = target.generate(
             ids, assistant_model=drafter, max_new_tokens=new, return_dict_in_generate=True, speculation=settings
         )
-        text = write_text(target, ids, drafter.config.target_layer_ids, max_new_tokens=new, ends=())
+        text = write_text(target, ids, drafter.config.target_layer_ids, max_new_tokens=new)
         assert text.ids.tolist() == out.sequences[0].tolist()
         stats = replay(drafter, text, target, threshold=threshold)
         for name in ("drafted", "verified", "accepted", "num_new_tokens", "num_target_passes"):
@@ -67,15 +67,15 @@ def test_an_end_inside_a_block() -> None:
     end = int(whole.sequences[0, 3 + place])  # an accepted draft
     target.generation_config.eos_token_id = end
     out = target.generate(ids, assistant_model=drafter, max_new_tokens=40, return_dict_in_generate=True)
-    text = write_text(target, ids, drafter.config.target_layer_ids, max_new_tokens=40, ends=[end])
+    text = write_text(target, ids, drafter.config.target_layer_ids, max_new_tokens=40)
     assert len(text.ids) < 43
-    stats = replay(drafter, text, target, ends={end})
+    stats = replay(drafter, text, target)
     assert (stats.verified, stats.accepted) == (out.speculation.verified, out.speculation.accepted)
 
 
 def test_layers_are_read_in_the_order_asked() -> None:
     target, _ = pair()
-    text = write_text(target, torch.tensor([[5, 9, 3]]), [2, 0, -1], max_new_tokens=4, ends=())
+    text = write_text(target, torch.tensor([[5, 9, 3]]), [2, 0, -1], max_new_tokens=4)
     states = target(text.ids[None], output_hidden_states=True).hidden_states
     assert text.layer_ids == (-1, 0, 2)
     torch.testing.assert_close(text.read([0, -1]), torch.cat([states[1][0], states[0][0]], -1))

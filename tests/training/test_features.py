@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark.cpu import packed
 from dspark.training import FeatureDataset, FeaturesError, capture_features, index_features, shards, write_features
 from dspark.training.features import check_target, target_logsumexp
-from dspark.training.packing import packed
 
 from . import tiny
 
@@ -263,7 +263,7 @@ def test_target_that_cannot_be_packed_runs_unpacked_with_a_warning(monkeypatch) 
         assert target.lm_head.weight is not weight
     assert target.lm_head.weight is weight
     told = []
-    monkeypatch.setattr("dspark.training.packing.logger.warning", told.append)
+    monkeypatch.setattr("dspark.cpu.logger.warning", told.append)
     torch.nn.Module.to(target, torch.float64)
     with packed(target):
         assert "runs unpacked" in told[0]

@@ -15,6 +15,7 @@ from rich.table import Table
 from ..calibration import PositionReliability
 from ..config_file import check_can_update, check_is_new, copy_with, update_config_file
 from ..configuration_dspark import DSparkConfig
+from ..cpu import packed
 from ..evaluation.calibrate import Calibration, calibrate_rounds, check_enough_prompts, held_out_places
 from ..evaluation.prompt_sets import Prompting, chat_ids, gather_prompts
 from ..evaluation.rounds import collect_rounds
@@ -71,7 +72,6 @@ def calibrate(
 
     Exit codes: 0 done, 2 bad input (no confidence head, a Hub id without --out, too few rounds, ...).
     """
-    from ..training.packing import packed
 
     with bad_input_exits():
         where = chosen_device(device)

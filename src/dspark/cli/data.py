@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..cpu import packed
 from .common import bad_input_exits, chosen_device, err, load_target, parse_dtype, print_json
 
 
@@ -81,7 +82,6 @@ def data(
     Exit codes: 0 done, 2 bad input (no such file, no chat template, a file of other answers, ...).
     """
     from ..training.answers import write_answers
-    from ..training.packing import packed
     from ..training.prompts import AnswerSettings, read_prompts
     from ..training.self_prompts import write_self_prompts
 

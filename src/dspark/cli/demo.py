@@ -130,7 +130,7 @@ def _table(summaries: list[Summary], stock: dict[str, float]) -> Table:
         spent = sum(r.speculative_seconds for r in s.rows)
         table.add_row(
             s.name, str(len(s.rows)), f"{s.num_equal}/{len(s.rows)}", f"{s.stats.mean_acceptance_length:.2f}",
-            f"{s.stats.num_new_tokens / s.stats.num_target_passes:.2f}", f"{s.speedup:.2f}",
+            f"{s.stats.tokens_per_pass:.2f}", f"{s.speedup:.2f}",
             f"{stock[s.name] / spent:.2f}",
         )  # fmt: skip
     mean = sum(s.speedup for s in summaries) / len(summaries)

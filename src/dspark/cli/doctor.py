@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from ..cpu import optimize_for_cpu
+from ..cpu import packed
 from ..evaluation import SETS, chat_ids, read_prompts, sample_prompts
 from ..evaluation.doctor import Diagnosis, diagnose
 from ..evaluation.prompt_sets import Prompting
@@ -51,7 +51,7 @@ def doctor(
         model.to(device)
         draft.to(device)
         forms = {name: [ids.to(device) for ids in form] for name, form in _forms(tokenizer, texts).items()}
-        with err.status("doctor") as status, _packed(model, device):
+        with err.status("doctor") as status, packed(model):
             result = diagnose(
                 model,
                 draft,
@@ -68,14 +68,6 @@ def doctor(
         _show(result)
     if not result.is_healthy:
         raise typer.Exit(1)
-
-
-def _packed(model: Any, device: str) -> Any:
-    if device == "cpu":
-        return optimize_for_cpu(model)
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def _texts(prompts: Path | None, limit: int) -> list[str]:
@@ -113,9 +105,9 @@ def reported_length(folder: Path) -> float | None:
 
 def _show(result: Diagnosis) -> None:
     colour = "green" if result.is_healthy else "bold yellow"
-    out.print(f"[{colour}]{result.verdict}[/]\n", highlight=False)
+    out.print(result.verdict + "\n", style=colour, markup=False, highlight=False)
     for finding in result.findings:
-        out.print(f"[yellow]pairing[/] {finding.field}: {finding.message}", highlight=False)
+        out.print(f"pairing: {finding.field}: {finding.message}", style="yellow", markup=False, highlight=False)
     table = Table(title=f"Accepted length {result.accepted_length:.2f} over {result.rounds} rounds")
     table.add_column("changed")
     table.add_column("accepted length", justify="right")

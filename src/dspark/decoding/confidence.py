@@ -46,8 +46,8 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
         logger.warning_once(f"dspark: {_NO_HEAD}. Output is unchanged.")
         return None
     own = logits.sigmoid()
-    temperatures = run.drafter.config.temperatures_at(run.temperature)
-    calibrated = own if temperatures is None else (logits / logits.new_tensor(temperatures)).sigmoid()
+    temperatures = run.confidence_temperatures
+    calibrated = own if temperatures is None else (logits / temperatures).sigmoid()
     return Confidence(logits, own, calibrated.cumprod(-1))
 
 

@@ -8,6 +8,7 @@ device once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +162,12 @@ class DecodingRun:
     def temperature(self) -> float:
         """Decoding temperature: 0 when greedy, else what the call's temperature warpers divide by."""
         return self.processors.temperature if self.do_sample else 0.0
+
+    @cached_property
+    def confidence_temperatures(self) -> torch.Tensor | None:
+        """Calibration of this call's decoding temperature, float32 `[g]` beside the drafter; None without one."""
+        temperatures = self.drafter.config.temperatures_at(self.temperature)
+        return None if temperatures is None else torch.tensor(temperatures, device=self.drafter.device)
 
     def max_drafts(self) -> list[int]:
         """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""

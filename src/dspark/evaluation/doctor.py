@@ -1,6 +1,6 @@
 """Why a drafter's accepted length is low: one thing at a time is changed, and what raises it is the likely cause.
 
-The target writes greedy answers once; every suspect is then judged by replaying the drafter's rounds on them
+The drafter decodes each prompt once; every suspect is then judged by replaying the rounds on that text
 (`replay.py`), so a suspect costs drafting only. What cannot be judged that way (chat template, thinking switch, dtype
 of the target) changes the text and gets answers of its own.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from statistics import stdev
 from typing import Any
 
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
 from ..pairing import Finding, check_pair
+from ..plain_decoding import plain_decoding
+from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
 from ..target import text_config, unwrap
-from .replay import WrittenText, replay, write_text
+from .replay import WrittenText, read_text, replay
 from .suspects import changes
 
 _GAIN = 0.10  # of the tokens beyond 1 per round: below it a suspect is noise
@@ -145,15 +148,14 @@ def diagnose(
     if errors := [finding for finding in findings if finding.severity == "error"]:
         listed = "\n".join(f"- {finding.field}: {finding.message}" for finding in errors)
         raise ValueError(f"The pair cannot run, so there is no accepted length to explain:\n{listed}")
-    ends = _ends(target)
     on_progress("decoding")
-    measured = SpeculationStats()
-    for ids in prompts:
-        measured = measured.merge(_decode(target, drafter, ids, max_new_tokens))
-    on_progress("the target's answers")
     layers = _layers_to_read(target, drafter)
-    texts = [write_text(target, ids, layers, max_new_tokens=max_new_tokens, ends=ends) for ids in prompts]
-    base = _replayed(drafter, texts, target, ends)
+    measured, texts = SpeculationStats(), []
+    for ids in prompts:
+        written, stats = _decode(target, drafter, ids, max_new_tokens)
+        measured = measured.merge(stats)
+        texts.append(read_text(target, written, ids.shape[1], layers, max_new_tokens=max_new_tokens))
+    base = _replayed(drafter, texts, target)
     result = Diagnosis(
         measured.mean_acceptance_length,
         base.mean_acceptance_length,
@@ -163,35 +165,32 @@ def diagnose(
     )
     for change in changes(target, drafter, tokenizer):
         on_progress(change.name)
-        result.suspects.append(
-            _suspect(change.name, _replayed(change.drafter(), texts, target, ends), base, change.advice)
-        )
+        result.suspects.append(_suspect(change.name, _replayed(change.drafter(), texts, target), base, change.advice))
     for name, form in (other_forms or {}).items():
         on_progress(name)
         stats = SpeculationStats()
         for ids in form:
-            stats = stats.merge(_decode(target, drafter, ids, max_new_tokens))
+            stats = stats.merge(_decode(target, drafter, ids, max_new_tokens)[1])
         advice = "the drafter was trained on prompts of that form: format yours likewise"
         result.suspects.append(_suspect(name, stats, measured, advice))
     result.suspects.sort(key=lambda suspect: -suspect.gain)
     return result
 
 
-def _decode(target: PreTrainedModel, drafter: DSparkDrafter, ids: torch.Tensor, count: int) -> SpeculationStats:
+def _decode(
+    target: PreTrainedModel, drafter: DSparkDrafter, ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, SpeculationStats]:
+    """The greedy text `[1, T]`, prompt included, and the rounds that wrote it, every draft verified."""
     generate: Any = target.generate
     output = generate(
-        ids, assistant_model=drafter, do_sample=False, max_new_tokens=count, return_dict_in_generate=True
-    )
-    return output.speculation
+        ids, assistant_model=drafter, speculation=SpeculationConfig(), max_new_tokens=count,
+        return_dict_in_generate=True, **plain_decoding(target, 0.0),
+    )  # fmt: skip
+    return output.sequences, output.speculation
 
 
-def _replayed(
-    drafter: DSparkDrafter, texts: Sequence[WrittenText], target: PreTrainedModel, ends: set[int]
-) -> SpeculationStats:
-    stats = SpeculationStats()
-    for text in texts:
-        stats = stats.merge(replay(drafter, text, target, ends=ends))
-    return stats
+def _replayed(drafter: DSparkDrafter, texts: Sequence[WrittenText], target: PreTrainedModel) -> SpeculationStats:
+    return reduce(SpeculationStats.merge, (replay(drafter, text, target) for text in texts), SpeculationStats())
 
 
 def _suspect(name: str, changed: SpeculationStats, base: SpeculationStats, advice: str) -> Suspect:
@@ -208,11 +207,6 @@ def _layers_to_read(target: PreTrainedModel, drafter: DSparkDrafter) -> set[int]
     count = text_config(unwrap(target)).num_hidden_layers
     taps = drafter.config.target_layer_ids or ()
     return {layer + offset for layer in taps for offset in (-1, 0, 1) if -1 <= layer + offset < count - 1}
-
-
-def _ends(target: PreTrainedModel) -> set[int]:
-    ids = unwrap(target).generation_config.eos_token_id
-    return set(ids) if isinstance(ids, list | tuple) else set() if ids is None else {int(ids)}
 
 
 __all__ = ["Diagnosis", "Suspect", "diagnose"]

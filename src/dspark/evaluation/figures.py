@@ -48,7 +48,7 @@ def figures(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:
         "prompt_tokens": sum(result.num_prompt_tokens for result, _ in pairs),
         "new_tokens": stats.num_new_tokens,
         "target_passes": stats.num_target_passes,
-        "tokens_per_pass": _ratio(stats.num_new_tokens, stats.num_target_passes),
+        "tokens_per_pass": stats.tokens_per_pass if rounds else None,
         "rounds": rounds,
         "drafted_tokens": sum(stats.drafted),
         "verified_tokens": verified,

@@ -5,32 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .rows import (
-    RELIABILITY_COLUMNS,
-    SET_COLUMNS,
-    SPLIT_COLUMNS,
-    SWEEP_COLUMNS,
-    at_temperature,
-    facts,
-    of_run,
-    position_columns,
-    position_rows,
-    reliability_rows,
-    runs_per_set,
-    set_rows,
-    split_rows,
-    sweep_cells,
-    sweeps,
-    whole_runs,
-)
+from .rows import Table, facts, tables
 
-_ABOUT_RELIABILITY = (
-    "Survival (the running product of confidences) against the share of rounds that got that far; ECE over 20 bins. "
-    "*Calibrated*: with the drafter's own temperatures, where it has them."
-)
-_ABOUT_POSITIONS = (
-    "Acceptance of a position given that all before it were accepted / over all rounds that verified it."
-)
+_ABOUT = {
+    "Acceptance per draft position": (
+        "Acceptance of a position given that all before it were accepted / over all rounds that verified it."
+    ),
+    "Reliability of the confidence": (
+        "Survival (the running product of confidences) against the share of rounds that got that far; ECE over 20 "
+        "bins. *Calibrated*: with the drafter's own temperatures, where it has them."
+    ),
+}
 
 
 def report_markdown(report: dict[str, Any], *, heading_level: int = 1) -> str:
@@ -46,12 +31,8 @@ def report_markdown(report: dict[str, Any], *, heading_level: int = 1) -> str:
     head, sub = "#" * heading_level, "#" * (heading_level + 1)
     sections = [
         (f"{head} Evaluation", [_what(report), *[f"- {note}" for note in report["notes"]]]),
-        (f"{sub} Per set", _per_set(report)),
-        (f"{sub} Acceptance per draft position", _acceptance(report)),
-        (f"{sub} Confidence threshold", _sweep(report)),
-        (f"{sub} Reliability of the confidence", _reliability(report)),
-        (f"{sub} Where a round's time goes", _time_split(report)),
-        (f"{sub} Taken with", _taken_with(report)),
+        *[(f"{sub} {section}", _section(section, group)) for section, group in tables(report).items()],
+        (f"{sub} Taken with", table(("", "value"), facts(report).items(), texts=2)),
         (f"{sub} Plots", [f"![{name}]({name})" for name in report["plots"]]),
     ]
     return "\n".join("\n".join([title, "", *lines, ""]) for title, lines in sections if lines)
@@ -74,47 +55,12 @@ def _what(report: dict[str, Any]) -> str:
     )
 
 
-def _titled(groups: Iterable[tuple[str, list[str]]]) -> list[str]:
-    """Groups of lines under bold titles, those without lines left out."""
-    lines: list[str] = []
-    for title, body in groups:
-        if body:
-            lines += [*([""] if lines else []), f"**{title}**", "", *body]
+def _section(name: str, group: Sequence[Table]) -> list[str]:
+    """What a section is about, then its tables under bold titles; nothing without tables."""
+    lines = [_ABOUT[name], ""] if name in _ABOUT and group else []
+    for number, each in enumerate(group):
+        lines += [*([""] if number else []), f"**{each.title}**", "", *table(each.header, each.rows)]
     return lines
-
-
-def _per_set(report: dict[str, Any]) -> list[str]:
-    return _titled((of_run(run), table(SET_COLUMNS, set_rows(run))) for run in runs_per_set(report))
-
-
-def _acceptance(report: dict[str, Any]) -> list[str]:
-    lines = _titled((of_run(run), table(position_columns(run), position_rows(run))) for run in whole_runs(report))
-    return [_ABOUT_POSITIONS, "", *lines] if lines else []
-
-
-def _sweep(report: dict[str, Any]) -> list[str]:
-    return _titled(
-        (
-            f"{group[0]['drafter']}, {at_temperature(group[0]['temperature'])}",
-            table(SWEEP_COLUMNS, map(sweep_cells, group)),
-        )
-        for group in sweeps(report)
-    )
-
-
-def _reliability(report: dict[str, Any]) -> list[str]:
-    lines = _titled(
-        (of_run(entry), table(RELIABILITY_COLUMNS, reliability_rows(entry))) for entry in report["reliability"]
-    )
-    return [_ABOUT_RELIABILITY, "", *lines] if lines else []
-
-
-def _time_split(report: dict[str, Any]) -> list[str]:
-    return _titled((of_run(run), table(SPLIT_COLUMNS, split_rows(run))) for run in whole_runs(report))
-
-
-def _taken_with(report: dict[str, Any]) -> list[str]:
-    return table(("", "value"), facts(report).items(), texts=2)
 
 
 __all__ = ["report_markdown"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from ..context_cache import ContextCache
 from ..decoding.capture import HiddenStateCapture
 from ..modeling_dspark import DSparkDrafter, SharedModules
+from ..plain_decoding import eos_ids, plain_decoding
 from ..stats import SpeculationStats
 from ..target import unwrap
 
@@ -47,30 +49,33 @@ class WrittenText:
 
 @torch.no_grad()
 def write_text(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    layer_ids: Collection[int],
-    *,
-    max_new_tokens: int,
-    ends: Collection[int],
+    target: PreTrainedModel, input_ids: torch.Tensor, layer_ids: Collection[int], *, max_new_tokens: int
 ) -> WrittenText:
-    """Let the target continue `input_ids [1, P]` greedily, then read its hidden states in one pass.
+    """Let the target continue `input_ids [1, P]` greedily, then read its hidden states; arguments as [`read_text`]."""
+    generate: Any = target.generate
+    ids = generate(input_ids, max_new_tokens=max_new_tokens, **plain_decoding(target, 0.0))
+    return read_text(target, ids, input_ids.shape[1], layer_ids, max_new_tokens=max_new_tokens)
+
+
+@torch.no_grad()
+def read_text(
+    target: PreTrainedModel, ids: torch.Tensor, prompt_length: int, layer_ids: Collection[int], *, max_new_tokens: int
+) -> WrittenText:
+    """A text the target wrote greedily (with a drafter or without), with its hidden states from one pass.
 
     Args:
         target: The target.
-        input_ids: int64 `[1, P]`.
+        ids: int64 `[1, T]`, prompt and answer.
+        prompt_length: Tokens of the prompt.
         layer_ids: Layers to keep.
-        max_new_tokens: Longest answer.
-        ends: End-of-sequence ids.
+        max_new_tokens: Tokens the answer could have had.
     """
-    generate = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": list(ends) or None}
-    ids = target.generate(input_ids, **generate)  # type: ignore[misc]
     layers = tuple(sorted(set(layer_ids)))
     states: list[torch.Tensor] = []
     model = unwrap(target)
     with HiddenStateCapture(model, layers) as capture:
         capture.run(lambda: model(input_ids=ids, use_cache=False), states.append)
-    return WrittenText(ids[0], input_ids.shape[1], layers, states[0][0], max_new_tokens)
+    return WrittenText(ids[0], prompt_length, layers, states[0][0], max_new_tokens)
 
 
 @torch.no_grad()
@@ -79,7 +84,6 @@ def replay(
     text: WrittenText,
     target: PreTrainedModel,
     *,
-    ends: Collection[int] = (),
     threshold: float = 0.0,
 ) -> SpeculationStats:
     """Statistics of the greedy rounds that would have written `text`, confidence logits included.
@@ -87,11 +91,10 @@ def replay(
     Args:
         drafter: The drafter; its `target_layer_ids` must be among `text.layer_ids`.
         text: What the target wrote.
-        target: The target, to borrow from.
-        ends: End-of-sequence ids; a block is cut behind the first.
+        target: The target, to borrow from; its end-of-sequence ids cut a block.
         threshold: `assistant_confidence_threshold`; 0: every draft is verified.
     """
-    shared = drafter.shared_modules(target)
+    shared, ends = drafter.shared_modules(target), eos_ids(target)
     ids = text.ids.tolist()
     features = drafter.project_context(text.read(drafter.config.target_layer_ids or ())[None])
     cache = ContextCache(len(drafter.layers), [0])
@@ -141,4 +144,4 @@ def _cut(drafts: list[int], limit: int, ends: Collection[int]) -> list[int]:
     return drafts if end is None else drafts[: end + 1]
 
 
-__all__ = ["WrittenText", "replay", "write_text"]
+__all__ = ["WrittenText", "read_text", "replay", "write_text"]

@@ -8,12 +8,12 @@ merge by putting their lines together.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files import whole_lines
 from ..stats import SpeculationStats
 from .prompt_sets import SETS
 from .provenance import differences
@@ -140,7 +140,7 @@ class ResultsLog:
 
     def __init__(self, folder: str | Path | None, configuration: dict[str, Any], date: str) -> None:
         self.path = None if folder is None else Path(folder) / ROUNDS_FILE
-        if self.path is not None and self.path.is_file() and _cut_half_line(self.path):
+        if self.path is not None and self.path.is_file() and whole_lines(self.path)[0]:
             self.results = read_results(self.path)
             if found := differences(self.results.configuration, configuration):
                 raise ValueError(
@@ -236,15 +236,6 @@ def set_names(results: Iterable[PromptResult]) -> list[str]:
 
 def _rank(name: str) -> tuple[int, str]:
     return (SETS.index(name), "") if name in SETS else (len(SETS), name)
-
-
-def _cut_half_line(path: Path) -> bool:
-    """Cut off a last line without its line break; whether anything is left."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    return whole > 0
 
 
 __all__ = [

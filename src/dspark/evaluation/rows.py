@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..stats import STEPS
 
@@ -158,6 +159,38 @@ def split_rows(run: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+class Table(NamedTuple):
+    """A table with its title, or without rows."""
+
+    title: str
+    header: Sequence[str]
+    rows: list[list[str]]
+
+
+def tables(report: dict[str, Any]) -> dict[str, list[Table]]:
+    """All tables of a report by section, in the order they are shown; those without rows are left out."""
+    whole = whole_runs(report)
+    found = {
+        "Per set": [Table(of_run(run), SET_COLUMNS, set_rows(run)) for run in runs_per_set(report)],
+        "Acceptance per draft position": [
+            Table(of_run(run), position_columns(run), position_rows(run)) for run in whole
+        ],
+        "Confidence threshold": [
+            Table(
+                f"{group[0]['drafter']}, {at_temperature(group[0]['temperature'])}",
+                SWEEP_COLUMNS,
+                [sweep_cells(run) for run in group],
+            )
+            for group in sweeps(report)
+        ],
+        "Reliability of the confidence": [
+            Table(of_run(entry), RELIABILITY_COLUMNS, reliability_rows(entry)) for entry in report["reliability"]
+        ],
+        "Where a round's time goes": [Table(of_run(run), SPLIT_COLUMNS, split_rows(run)) for run in whole],
+    }
+    return {section: [table for table in group if table.rows] for section, group in found.items()}
+
+
 def facts(report: dict[str, Any]) -> dict[str, str]:
     """What the figures were taken with, name to text."""
     configuration = report["configuration"]
@@ -192,7 +225,15 @@ def _plain(value: Any) -> str:
 
 
 __all__ = [
-    "NONE", "RELIABILITY_COLUMNS", "SET_COLUMNS", "SPLIT_COLUMNS", "SWEEP_COLUMNS", "at_temperature", "facts",
-    "number", "of_run", "percent", "position_columns", "position_rows", "reliability_rows", "runs_per_set",
-    "set_rows", "split_rows", "sweep_cells", "sweeps", "whole_runs",
-]  # fmt: skip
+    "NONE",
+    "Table",
+    "at_temperature",
+    "facts",
+    "number",
+    "of_run",
+    "percent",
+    "set_rows",
+    "sweeps",
+    "tables",
+    "whole_runs",
+]

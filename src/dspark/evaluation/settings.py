@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..plain_decoding import plain_law
 from ..speculation import SpeculationConfig
 
 SWEEP = tuple(step / 10 for step in range(10))  # thresholds of the paper's Figure 5
@@ -47,10 +48,7 @@ class EvaluationSettings:
 
     def generate_arguments(self, temperature: float) -> dict[str, Any]:
         """Arguments of both `generate` calls at `temperature`; said outright, whatever the target's own defaults."""
-        common = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": 1.0}
-        if temperature == 0:
-            return {**common, "do_sample": False}
-        return {**common, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return {"max_new_tokens": self.max_new_tokens, **plain_law(temperature)}
 
     def speculation(self, threshold: float, *, has_confidence: bool) -> SpeculationConfig:
         """Settings of a drafter's run at `threshold`."""

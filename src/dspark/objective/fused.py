@@ -84,7 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple, hidden: torch.Tensor, features: torch.Tensor | None, *parameters: Any) -> Any:
         heads, labels, weights, objective = call
-        chunk_size = objective.chunk_size or len(hidden)
+        chunk_size = objective.chunk_size or max(len(hidden), 1)
         inputs = (hidden, features, *parameters)
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         # Sums run in the parameters' own dtype, as autograd's would.
@@ -92,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
         sums = hidden.new_zeros(2, dtype=torch.float32)
         acceptance = []
         # A batch without a supervised position is one empty chunk: every parameter then has a (zero) gradient.
-        for start in range(0, max(len(hidden), 1), max(chunk_size, 1)):
+        for start in range(0, max(len(hidden), 1), chunk_size):
             rows = slice(start, start + chunk_size)
             with torch.enable_grad():
                 leaves = [None if x is None else x[rows].detach().requires_grad_() for x in (hidden, features)]

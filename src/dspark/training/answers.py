@@ -7,7 +7,6 @@ line by line; a later run with the same settings adds what is missing.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import IO, Any
 import torch
 from transformers import PreTrainedModel
 
+from ..files import whole_lines
 from .collator import mix
 from .continuations import continue_prompts
 from .data import AnswerDataset, DataError, read_answers
@@ -163,13 +163,10 @@ def _finished(out: Path, counts: AnswerCounts) -> dict[tuple[str, int, float], l
     """Answers in the file, by key; a last line without its line break is cut off the file."""
     if not out.exists():
         return {}
-    data = out.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        counts.dropped_lines = 1
-        os.truncate(out, whole)
+    lines, was_cut = whole_lines(out)
+    counts.dropped_lines = int(was_cut)
     done = {}
-    for number, line in enumerate(data[:whole].decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(lines.decode("utf-8").split("\n")[:-1], 1):
         try:
             record = json.loads(line)
             done[record["source"], record["index"], float(record["temperature"])] = record["prompt_ids"]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .feature_index import write_atomically
+from ..files import write_atomically
 
 NAME = "best.safetensors"
 # What "best" means: the first of these that an evaluation gives, and its sign.

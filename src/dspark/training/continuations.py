@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.capture import HiddenStateCapture
+from ..plain_decoding import plain_decoding
 from ..target import unwrap
 from .features import TargetFeatures, text_decoder, vocabulary_rows
-from .vocabulary import eos_ids
 
 
 class GenerationTap:
@@ -57,28 +57,6 @@ class _OneTokenFurther(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         return torch.isin(input_ids[:, self._prompt : -1], self._ends.to(input_ids.device)).any(-1)  # type: ignore[return-value]
-
-
-def plain_decoding(target: PreTrainedModel, temperature: float, ends: Iterable[int] | None = None) -> dict[str, Any]:
-    """Arguments of `generate` for plain greedy decoding (0) or plain sampling at a temperature.
-
-    Said outright, since the target's own generation config may set any of them.
-
-    Args:
-        target: Whose end-of-sequence ids count.
-        temperature: 0 is greedy.
-        ends: Ids that end a text instead.
-    """
-    ids = sorted(eos_ids(target) if ends is None else ends)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return {
-        "repetition_penalty": 1.0,
-        "eos_token_id": ids or None,
-        "pad_token_id": ids[0] if ids else 0,
-        **sampling,
-    }
 
 
 @torch.no_grad()
@@ -132,4 +110,4 @@ def _cut(text: list[int], ends: Sequence[int]) -> list[int]:
     return text[: stop + 1]
 
 
-__all__ = ["GenerationTap", "continue_prompts", "plain_decoding"]
+__all__ = ["GenerationTap", "continue_prompts"]

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..modeling_dspark import DSparkDrafter
+from ..plain_decoding import plain_decoding
 from ..speculation import SpeculationConfig
-from .continuations import plain_decoding
 
 
 class DecodingEvaluation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from ..files import write_atomically
 from ..target import text_config, unwrap
 from ..target_note import fingerprint
 from .features import vocabulary_rows
@@ -65,16 +66,6 @@ def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have `write` fill a temporary file beside `path`, then rename it; an interruption leaves `path` as it was."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..files import write_atomically
 from ..target import describe, text_config, unwrap
 from .continuations import GenerationTap
 from .data import SHORTEST_ANSWER, AnswerDataset
-from .feature_index import FeaturesError, finished_shards, index_header, shard_entry, write_atomically, write_index
+from .feature_index import FeaturesError, finished_shards, index_header, shard_entry, write_index
 from .features import target_logsumexp
 from .progress import WorkProgress
 from .shards import DTYPES, StoredSequence, join_sequences, records_note, sequence_features, token_bytes

@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..files import write_atomically
 from .adapter import AdapterShape
 from .arguments import TrainingConfig
 from .builder import DrafterShape
 from .data import DataError, TooLong
-from .feature_index import write_atomically
 
 RUN_NAME = "run.json"
 

@@ -14,8 +14,10 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ..cpu import packed
 from ..modeling_dspark import DSparkDrafter
 from ..peft_layers import carries_adapters
+from ..plain_decoding import eos_ids
 from ..target import decoder_layers, text_config
 from .adapter import adapt
 from .builder import new_drafter
@@ -23,14 +25,13 @@ from .collator import EpochSampler, padding_share, sequence_lengths
 from .data import AnswerDataset, read_answers
 from .features import vocabulary_rows
 from .offline import FeatureDataset
-from .packing import packed
 from .prompts import AnswerSettings, prompt_ids, read_prompts
 from .request import TrainRequest
 from .saving import environment, save_drafter
 from .shards import write_features
 from .splits import JoinedFeatures, Split, hold_out
 from .trainer import DSparkTrainer
-from .vocabulary import draft_vocab_from_counts, eos_ids
+from .vocabulary import draft_vocab_from_counts
 
 Data = AnswerDataset | FeatureDataset | JoinedFeatures
 

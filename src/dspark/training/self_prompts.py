@@ -7,18 +7,18 @@ An instruction-tuned target has seen many user turns and goes on with one. The t
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..files import whole_lines
+from ..plain_decoding import eos_ids
 from .collator import mix
 from .continuations import continue_prompts
 from .data import DataError
 from .progress import WorkProgress
 from .prompts import AnswerSettings, require_template
-from .vocabulary import eos_ids
 
 _LONGEST = 256  # tokens; turns that do not end within them are left out
 _PATIENCE = 20  # batches in a row without a new turn
@@ -47,7 +47,8 @@ def write_self_prompts(
     """
     if count < 1:
         raise DataError(f"The target can write 1 user turn or more itself, got {count}.")
-    before, ends = _frame(tokenizer, settings)
+    before, after = _frame(tokenizer, settings)
+    ends = eos_ids(target) | after
     seen = dict.fromkeys(_read(out))
     failures = 0
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +63,9 @@ def write_self_prompts(
                 temperature=temperature,
                 max_new_tokens=min(_LONGEST, settings.max_prompt_tokens),
                 seed=mix(settings.seed, _SELF, len(seen), failures),
-                ends={*eos_ids(target), *ends},
+                ends=ends,
             )
-            texts = [_text(row, tokenizer, {*eos_ids(target), *ends}) for row in rows]
+            texts = [_text(row, tokenizer, ends) for row in rows]
             new = [text for text in dict.fromkeys(texts) if text and text not in seen][: count - len(seen)]
             seen.update(dict.fromkeys(new))
             file.write("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in new))
@@ -108,12 +109,9 @@ def _read(path: Path) -> list[str]:
     """Turns in the file; a last line without its line break is cut off the file."""
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+    lines, _ = whole_lines(path)
     try:
-        return [json.loads(line)["prompt"] for line in data[:whole].decode("utf-8").splitlines()]
+        return [json.loads(line)["prompt"] for line in lines.decode("utf-8").split("\n")[:-1]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a file of prompts the target wrote ({error!r}). Use another name.") from error
 

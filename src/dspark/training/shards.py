@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..cpu import packed
+from ..files import write_atomically
 from ..target import text_config, unwrap
-from .feature_index import FeaturesError, finished_shards, index_header, shard_entry, write_atomically, write_index
+from .feature_index import FeaturesError, finished_shards, index_header, shard_entry, write_index
 from .features import capture_features, target_logsumexp
-from .packing import packed
 from .progress import WorkProgress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedModel
 
 from .collator import mix, sequence_lengths
@@ -69,7 +67,7 @@ def hold_out(data: Any, count: int, seed: int) -> Split:
     return Split(Part(data, rest), Part(data, sorted(chosen, key=lambda i: (lengths[i], i))))
 
 
-class JoinedFeatures(Dataset[dict[str, torch.Tensor]]):
+class JoinedFeatures(ConcatDataset[dict[str, torch.Tensor]]):
     """Several feature folders as one data set; items as [`FeatureDataset`]'s, without what a folder lacks.
 
     Attributes:
@@ -85,9 +83,9 @@ class JoinedFeatures(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, parts: Sequence[FeatureDataset]) -> None:
+        super().__init__(parts)
         self.parts = list(parts)
         self.lengths = [length for part in self.parts for length in part.lengths]
-        self._firsts = list(accumulate(map(len, self.parts), initial=0))
         self._check_dtypes()
         shared = [
             layer
@@ -116,16 +114,8 @@ class JoinedFeatures(Dataset[dict[str, torch.Tensor]]):
             part.read_layers(layer_ids)
         self.target_layer_ids = self.parts[0].target_layer_ids
 
-    def __len__(self) -> int:
-        return self._firsts[-1]
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"Sequence {index} of {len(self)}.")
-        index %= len(self)
-        number = bisect_right(self._firsts, index) - 1
-        item = self.parts[number][index - self._firsts[number]]
-        return {name: tensor for name, tensor in item.items() if name in self._names}
+        return {name: tensor for name, tensor in super().__getitem__(index).items() if name in self._names}
 
     def answer_token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is written by the target: int64 `[vocab_size]`."""

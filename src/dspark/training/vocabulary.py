@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..target import describe, text_config, unwrap
+from ..plain_decoding import eos_ids
+from ..target import describe, unwrap
 from .features import vocabulary_rows
 
 
@@ -77,15 +78,6 @@ def _find_mask_token(rows: int, ends: set[int], tokenizer: Any) -> MaskChoice:
     return MaskChoice(token_id, f"special token {content!r}, in no role and not in the chat template")
 
 
-def eos_ids(target: PreTrainedModel) -> set[int]:
-    """Every id that ends a text of this target."""
-    found: set[int] = set()
-    for config in (unwrap(target).generation_config, text_config(unwrap(target))):
-        ids = getattr(config, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-    return found
-
-
 def draft_vocab_from_counts(token_counts: torch.Tensor, size: int, always: Iterable[int] = ()) -> list[int]:
     """The `size` most frequent tokens, sorted; ties go to the lower id.
 
@@ -125,4 +117,4 @@ def check_draft_vocab(token_ids: Sequence[int], rows: int) -> list[int]:
     return ids
 
 
-__all__ = ["MaskChoice", "check_draft_vocab", "choose_mask_token", "draft_vocab_from_counts", "eos_ids"]
+__all__ = ["MaskChoice", "check_draft_vocab", "choose_mask_token", "draft_vocab_from_counts"]
