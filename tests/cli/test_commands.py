@@ -112,6 +112,8 @@ def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
     [
         (["inspect", "{target}"], "not a DSpark drafter"),
         (["inspect", "no/such/folder/here"], "error"),
+        (["data", "{target}", "--out", "x.jsonl"], "give --prompts FILE, or --self-prompts N"),
+        (["data", "{target}", "--out", "x.jsonl", "--template-args", "{{"], "--template-args must be a JSON object"),
         (["inspect", "/no/such/folder"], "There is no folder /no/such/folder"),
         (["generate", "x", "--target", "/nope", "--drafter", "{drafter}"], "There is no folder /nope"),
         (["generate", "x", "--target", "{drafter}", "--drafter", "{drafter}"], "No tokenizer could be loaded from"),

@@ -80,7 +80,7 @@ def test_a_target_that_repeats_itself_is_named(target, tmp_path) -> None:
         (("--self-prompts", 3, "--features", "f", "--target-layers", "1;2"), "must look like 1,9,17"),
         (("--self-prompts", 3, "--features", "f", "--target-layers", "5"), "must lie in -1..4"),
         (("--self-prompts", 3, "--features", "f", "--feature-dtype", "int8"), "got 'int8'"),
-        ((), "No prompt in no file"),
+        ((), "Nothing to answer: give --prompts"),
     ],
 )
 def test_bad_requests_exit_with_2(target, tmp_path, monkeypatch, options, message) -> None:

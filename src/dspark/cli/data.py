@@ -57,7 +57,9 @@ def data(
     max_prompt_tokens: Annotated[
         int, typer.Option(help="Longer prompts are left out, in tokens with the chat template.")
     ] = 1024,
-    limit: Annotated[int | None, typer.Option(help="Take this many prompts from the start of each file.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take this many prompts from the start of each file.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Answers written at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Of temperatures, order and sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")] = False,
@@ -99,6 +101,8 @@ def data(
         )
         if self_prompts is not None and raw:
             raise ValueError("--self-prompts goes by the chat template, so it cannot be --raw.")
+        if not prompts and self_prompts is None:
+            raise ValueError("Nothing to answer: give --prompts FILE, or --self-prompts N.")
         questions = read_prompts(prompts or [], limit) if prompts or self_prompts is None else []
         layers = parse_layers(target_layers)
         device = chosen_device(device)
@@ -165,7 +169,10 @@ def json_object(text: str | None) -> dict[str, Any] | None:
     """
     if text is None:
         return None
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
     if not isinstance(value, dict):
         raise ValueError(f"--template-args must be a JSON object, got {text!r}.")
     return value
