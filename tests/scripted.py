@@ -50,9 +50,11 @@ class Forced(DSparkDrafter):
     def forced_tokens(self, b: int, position: int) -> list[int]:
         raise NotImplementedError
 
-    def draft_block(self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules) -> DraftBlock:
+    def draft_block(
+        self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules, num_drafts: int | None = None
+    ) -> DraftBlock:
         positions = [offset + length for offset, length in zip(cache.offsets, cache.lengths, strict=True)]
-        block = super().draft_block(anchor_ids, cache, shared)
+        block = super().draft_block(anchor_ids, cache, shared, num_drafts)
         forced = torch.full_like(block.base_logits, -1e4)
         for b, position in enumerate(positions):
             for k, token in enumerate(self.forced_tokens(b, position)[: forced.shape[1]]):

@@ -91,6 +91,35 @@ def test_block_keys_do_not_survive() -> None:
     assert cache.next_positions(2, CPU).tolist() == [[cache.lengths[0], cache.lengths[0] + 1]]
 
 
+def test_rows_of_another_cache_join_behind() -> None:
+    caches, lists = [], []
+    for rows, offsets, counts in ((2, [0, 3], [4, 2]), (3, [0, 0, 1], [1, 0, 300])):
+        cache, wanted = ContextCache(LAYERS, offsets), Lists(rows)
+        new = slots(rows, max(counts))
+        cache.append(new, counts)
+        wanted.append(new, counts)
+        caches.append(cache)
+        lists.append(wanted)
+    joined, other = caches
+    joined.join(other)
+    lists[0].rows += lists[1].rows
+    assert joined.offsets == [0, 3, 0, 0, 1]
+    lists[0].check(joined, slots(5, 2))
+    new = slots(5, 3)
+    joined.append(new, [3, 1, 0, 2, 3])
+    lists[0].append(new, [3, 1, 0, 2, 3])
+    lists[0].check(joined, slots(5, 1))
+
+
+def test_an_empty_cache_takes_rows() -> None:
+    empty, full, wanted = ContextCache(LAYERS, []), ContextCache(LAYERS, [0]), Lists(1)
+    new = slots(1, 5)
+    full.append(new)
+    wanted.append(new, [5])
+    empty.join(full)
+    wanted.check(empty, slots(1, 2))
+
+
 def test_positions_are_offset_plus_slot() -> None:
     cache = ContextCache(LAYERS, [0, 10, 3])
     assert cache.next_positions(2, CPU).tolist() == [[0, 1], [10, 11], [3, 4]]

@@ -27,11 +27,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objective": {"ops"},
     "heads": {"ops"},
     "families": {"ops", "heads"},
-    "modeling": {"ops", "heads", "families", "objective"},
+    "modeling": {"ops", "heads", "families", "objective", "scheduling"},
+    "simulation": {"scheduling"},
     "conversion": {"modeling.configuration_dspark"},
     "decoding": {"ops", "heads", "modeling", "scheduling", "calibration"},
     "training": {"ops", "heads", "families", "objective", "modeling", "calibration", "decoding.capture"},
-    "evaluation": {"modeling", "decoding", "scheduling", "calibration"},
+    "evaluation": {"modeling", "decoding", "scheduling", "calibration", "objective", "simulation"},
     "cards": {"modeling", "evaluation", "conversion"},
 }
 ON_TOP = {"cli", "dspark"}  # the command line and `dspark/__init__.py` may import everything

@@ -22,6 +22,7 @@ from tests.decoding.pair import BLOCK, distinct, oracle, plain, target
 from tests.scripted import drafter_config
 
 NAMES = {
+    "BatchDecoder",
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkGenerationMixin",
@@ -37,6 +38,7 @@ DEFAULTS = {
     "assistant_confidence_threshold": 0.0,
     "survival_threshold": 0.0,
     "record_confidence": False,
+    "throughput_curve": None,
 }
 
 

@@ -363,15 +363,14 @@ _EAGER_ONLY = _not_offered("the class has eager attention only", "sdpa")
 _NO_ATTENTION = _not_offered("it has no attention", "sdpa")
 _NO_EMBEDS = _not_offered("plain generate takes no embeddings for it", "inputs_embeds")
 _NO_CHUNKS = _not_offered("plain generate cannot read its prompt in chunks", "chunked prefill")
-_ONE_ROW = _refused("rows of a batch need full-attention layers", "Batches of 4 rows", "batch")
-_WINDOWED = {
-    **_ONE_ROW,
-    **_refused(
-        "a static window loses what it evicts (exact while the text fits into the window)",
-        "static sliding-window layer",
-        "static cache",
-    ),
-}
+_ONE_ROW = _refused(
+    "rows of a batch need layers that attend to all their tokens or to a window of them", "Batches of 4 rows", "batch"
+)
+_WINDOWED = _refused(
+    "a static window loses what it evicts (exact while the text fits into the window)",
+    "static sliding-window layer",
+    "static cache",
+)
 _LATE_CHUNKS = {"chunked prefill": Cell(plain_fails_before="5.21")}
 _NO_CARRY = _refused("a pass over several tokens starts from an empty recurrent state", "from an empty state")
 _OUTSIDE = _refused("its state is kept outside transformers' caches", "without a drafter")

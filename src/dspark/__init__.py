@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .configuration_dspark import DSparkConfig
 from .cpu import optimize_for_cpu
+from .decoding.batch_decoder import BatchDecoder
 from .decoding.generate import DSparkGenerationMixin, install
 from .hub import register
 from .modeling_dspark import DraftOutput, DSparkDrafter
@@ -15,6 +16,7 @@ register()
 install()
 
 __all__ = [
+    "BatchDecoder",
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkGenerationMixin",

@@ -95,6 +95,18 @@ class ContextCache:
         self.offsets = [self.offsets[row] for row in index]
         self.lengths = [self.lengths[row] for row in index]
 
+    def join(self, other: ContextCache) -> None:
+        """Take the rows of another cache of the same drafter behind these; the other is not to be used any more."""
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer_idx, new in enumerate(theirs):
+                if new is not None:
+                    present = mine[layer_idx]
+                    capacity = max(new.shape[2], 0 if present is None else present.shape[2])
+                    parts = [states for states in (present, new) if states is not None]
+                    mine[layer_idx] = torch.cat([_grown(states, states, capacity) for states in parts])
+        self.offsets += other.offsets
+        self.lengths += other.lengths
+
     def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         size = keys.shape[2]
         self._reserve(layer_idx, keys, values, max(self.lengths) + size)

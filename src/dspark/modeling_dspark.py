@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from .hub import LoadsAnyFormat
 from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
 from .objective import Objective, sample_anchors
 from .peft_layers import base_module
+from .scheduling import VerifyPolicy
 from .speculation import SpeculationConfig
 from .training_forward import check_shapes, training_forward
 
@@ -98,6 +100,7 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         self.last_stats: Any = None
         self._shared: SharedModules | None = None
         self._teacher: TeacherHead | None = None
+        self._policies: WeakKeyDictionary[PreTrainedModel, dict[str, VerifyPolicy]] | None = None
         self.post_init()
 
     # --- borrowed parts -------------------------------------------------------------------------------------------
@@ -132,7 +135,23 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         # A deep copy or a pickle would take the target's modules along: the copy is to call `share_with` itself.
-        return {**super().__getstate__(), "_shared": None, "_teacher": None}
+        return {**super().__getstate__(), "_shared": None, "_teacher": None, "_policies": None}
+
+    def take_policy(self, target: PreTrainedModel, settings: SpeculationConfig) -> VerifyPolicy:
+        """A policy for one call: the one that earlier calls on this target taught, or a new one where that is in use.
+
+        Give it back by `keep_policy`.
+        """
+        known = None if self._policies is None or not settings.is_learnt else self._policies.get(target, {})
+        taught = None if known is None else known.pop(settings.policy, None)
+        return settings.new_policy() if taught is None else taught
+
+    def keep_policy(self, target: PreTrainedModel, settings: SpeculationConfig, policy: VerifyPolicy) -> None:
+        """Keep what a call taught for later ones; it lives and dies with the two models."""
+        if settings.is_learnt:
+            if self._policies is None:
+                self._policies = WeakKeyDictionary()
+            self._policies.setdefault(target, {})[settings.policy] = policy
 
     def share_with(self, target: PreTrainedModel | None) -> None:
         """Keep references to the modules borrowed from `target` (None: forget them); nothing is copied or saved.
@@ -207,11 +226,17 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         layers = cast("list[DraftLayer]", list(self.layers))
         return [layer.self_attn.keys_values(features, rotary) for layer in layers]
 
-    def masked_blocks(self, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """Input ids of blocks: anchors int64 `[...]` followed by mask tokens, `[..., q]`."""
-        block_ids = anchor_ids.new_full(
-            (*anchor_ids.shape, self.config.block_size), cast("int", self.config.mask_token_id)
-        )
+    def masked_blocks(self, anchor_ids: torch.Tensor, num_drafts: int | None = None) -> torch.Tensor:
+        """Input ids of blocks: anchors int64 `[...]` followed by mask tokens, `[..., q]`.
+
+        Args:
+            anchor_ids: The first token of each block.
+            num_drafts: Drafts the block is to give; None: all that it was trained for.
+        """
+        # A block that does not draft from its anchor slot has one slot more than it gives drafts.
+        fewer = 0 if num_drafts is None else self.config.num_draft_tokens - num_drafts
+        size = self.config.block_size - fewer
+        block_ids = anchor_ids.new_full((*anchor_ids.shape, size), cast("int", self.config.mask_token_id))
         block_ids[..., 0] = anchor_ids
         return block_ids
 
@@ -220,19 +245,26 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         positions = cache.next_positions(features.shape[1], features.device)
         cache.append(self.context_keys_values(features, positions), counts)
 
-    def draft_block(self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules) -> DraftBlock:
+    def draft_block(
+        self,
+        anchor_ids: torch.Tensor,
+        cache: ContextCache,
+        shared: SharedModules,
+        num_drafts: int | None = None,
+    ) -> DraftBlock:
         """Step 2: one bidirectional pass over `[anchor, mask, ...]` behind the context of `cache`.
 
         Args:
             anchor_ids: int64 `[B]`, last committed tokens; each sits at its row's next position.
             cache: Context of all earlier tokens.
             shared: Borrowed modules.
+            num_drafts: Drafts to give, 1..`config.num_draft_tokens`; None: all. Attention within a block goes both
+                ways, so the first k drafts of a narrower block are not those of a wider one.
         """
         device = self._plain_weight.device
-        size = self.config.block_size
-        hidden = self.embed(self.masked_blocks(anchor_ids.to(device)), shared)
+        hidden = self.embed(self.masked_blocks(anchor_ids.to(device), num_drafts), shared)
         mask = self._inference_mask(hidden, cache)
-        hidden = self.run_layers(hidden, cache.next_positions(size, device), cache, mask)
+        hidden = self.run_layers(hidden, cache.next_positions(hidden.shape[1], device), cache, mask)
         if not self.config.sample_from_anchor:
             hidden = hidden[:, 1:]
         return DraftBlock(hidden, self.base_logits(hidden, shared))

@@ -24,8 +24,8 @@ _ENCODER_DECODER = (
     "decoder-only model. Use a causal LM, or generate without `assistant_model`."
 )
 _ON_META = (
-    "The {} has weights on the meta device, that is, none: it was built without loading a checkpoint. Load it with "
-    "`from_pretrained`."
+    "The weights of the {} are on the meta device, that is, there are none: it was built without loading a "
+    "checkpoint. Use `from_pretrained`."
 )
 
 _draft_facts: FactCache[DraftFacts] = FactCache()

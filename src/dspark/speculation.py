@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
 
-Policy = Literal["fixed", "threshold"]
+from .scheduling import ThroughputCurve, VerifyPolicy, make_policy
+
+Policy = Literal["fixed", "threshold", "scheduled", "async", "auto"]
 
 
 @dataclass(frozen=True)
@@ -14,16 +16,22 @@ class SpeculationConfig:
     """Settings of the decoding loop.
 
     Attributes:
-        policy: `"fixed"` verifies every drafted token, whatever the thresholds; `"threshold"` ends a block by its
-            confidence (the two thresholds below). `"threshold"` with both thresholds at 0 is `"fixed"`.
-        num_assistant_tokens: Most drafts verified per round, at least 1; None: all the block gives. The block itself
-            always runs at full width, since its attention is bidirectional.
+        policy: How many drafts are verified. `"fixed"`: all of them, whatever the thresholds. `"threshold"`: up to
+            the first below a confidence threshold (the two below); with both at 0 it is `"fixed"`. `"scheduled"`: what
+            pays by the step curve, over all rows of the batch (paper Algorithm 1). `"async"`: as many as paid by the
+            scores of two rounds ago, the likeliest first (paper 5.2). `"auto"`: as scheduled, on a curve that the
+            rounds correct, and it also drafts fewer slots or none while that pays more; its rounds depend on measured
+            times, so sampled texts of one seed differ from run to run (their law does not).
+        num_assistant_tokens: Most drafts verified per round, at least 1; None: all the block gives. Only `"auto"`
+            runs narrower blocks; attention within a block goes both ways, so they give other drafts.
         assistant_confidence_threshold: The block ends before the first slot whose own confidence is below this
             (strictly; the reference's rule), in [0, 1]. 0 is off.
         survival_threshold: The block ends before the first slot whose survival (running product of calibrated
             confidences) is below this, in [0, 1]. 0 is off.
         record_confidence: Keep each round's raw confidence logits in the statistics (for calibration and reliability
             diagrams); needs a drafter with a confidence head.
+        throughput_curve: Step times that `"scheduled"`, `"async"` and `"auto"` decide by (see `dspark profile`);
+            None: learnt from the rounds; what was learnt is kept with the drafter for later calls on the same target.
     """
 
     policy: Policy = "threshold"
@@ -31,20 +39,44 @@ class SpeculationConfig:
     assistant_confidence_threshold: float = 0.0
     survival_threshold: float = 0.0
     record_confidence: bool = False
+    throughput_curve: ThroughputCurve | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise ValueError(f"`policy` must be one of {', '.join(map(repr, get_args(Policy)))}, got {self.policy!r}.")
+        if self.throughput_curve is not None and not isinstance(self.throughput_curve, ThroughputCurve):
+            raise ValueError(
+                f"`throughput_curve` must be a ThroughputCurve, got {type(self.throughput_curve).__name__}. Read a "
+                "file of `dspark profile` with `ThroughputCurve.load(path)`."
+            )
+        if self.throughput_curve is not None and not self.throughput_curve.contexts:
+            raise ValueError("`throughput_curve` is empty. Leave it out to learn one from the rounds.")
         most = self.num_assistant_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
             raise ValueError(
                 f"`num_assistant_tokens` must be an integer of at least 1 or None, got {most!r}. To decode without "
                 "drafts, leave `assistant_model` out."
             )
+        if not isinstance(self.record_confidence, bool):
+            raise ValueError(f"`record_confidence` must be True or False, got {self.record_confidence!r}.")
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
                 raise ValueError(f"`{field}` must be a number in [0, 1], got {value!r}. 0 turns it off.")
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether the policy learns from its rounds what later calls on the same pair go on from."""
+        return self.policy in ("scheduled", "async", "auto") and self.throughput_curve is None
+
+    def new_policy(self) -> VerifyPolicy:
+        """A policy that knows of no round yet."""
+        return make_policy(
+            self.policy,
+            assistant_confidence_threshold=self.assistant_confidence_threshold,
+            survival_threshold=self.survival_threshold,
+            curve=self.throughput_curve,
+        )
 
 
 __all__ = ["Policy", "SpeculationConfig"]

@@ -83,7 +83,7 @@ def training_forward(
     objective = drafter.objective
     blocks = build_blocks(input_ids, loss_mask, *anchors, drafter.config.num_draft_tokens)
     with _backbone_gradient(objective):
-        hidden = _block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
+        hidden = block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
     head = drafter.markov_head
     features = None if head is None else head.block_features(blocks.previous_ids, hidden)
     seen = hidden.detach() if objective.detach_confidence else hidden
@@ -159,7 +159,7 @@ def _chunked_terms(
     return combine_terms(vocabulary.loss, vocabulary.ce, vocabulary.l1, weights, acceptance, confidence, objective)
 
 
-def _block_hidden(
+def block_hidden(
     drafter: DSparkDrafter,
     input_ids: torch.Tensor,
     target_hidden_states: torch.Tensor,
@@ -258,4 +258,4 @@ def check_shapes(input_ids: torch.Tensor, **per_token: torch.Tensor | None) -> N
             )
 
 
-__all__ = ["PlainContext", "check_shapes", "training_forward"]
+__all__ = ["PlainContext", "block_hidden", "check_shapes", "training_forward"]

@@ -35,12 +35,14 @@ class Spy(Oracle):
         super().__init__(*args, **kwargs)
         self.rounds: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
 
-    def draft_block(self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules) -> DraftBlock:
-        block = DSparkDrafter.draft_block(self, anchor_ids, cache, shared)
+    def draft_block(
+        self, anchor_ids: torch.Tensor, cache: ContextCache, shared: SharedModules, num_drafts: int | None = None
+    ) -> DraftBlock:
+        block = DSparkDrafter.draft_block(self, anchor_ids, cache, shared, num_drafts)
         start = cache.offsets[0] + cache.lengths[0]
         keys = cache.keys[0][0, :, : cache.lengths[0]].clone()
         self.rounds.append((int(anchor_ids[0]), start, keys, block.base_logits[0].clone()))
-        return super().draft_block(anchor_ids, cache, shared)
+        return super().draft_block(anchor_ids, cache, shared, num_drafts)
 
 
 def _cache(model: PreTrainedModel) -> DynamicCache:

@@ -6,6 +6,7 @@ not strict, an option read from the wrong place or dropped without a word.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from dspark.decoding.arguments import call_settings
 from dspark.decoding.confidence import Confidence
 from dspark.decoding.schedule import schedule
 from dspark.decoding.state import Proposal
+from dspark.scheduling import ThroughputCurve
 from tests.decoding.pair import BLOCK, distinct, hostile, oracle, plain, prompt, target
 from tests.scripted import CYCLE, Oracle, drafter_config
 
@@ -89,7 +91,8 @@ def test_a_capped_proposal_is_a_prefix_of_the_full_block(cap: int) -> None:
 
 def fake_run(settings: SpeculationConfig, eos: Any = ()) -> Any:
     first_eos = lambda tokens: next((i for i, token in enumerate(tokens) if token in eos), None)  # noqa: E731
-    return SimpleNamespace(settings=settings, stop_rules=SimpleNamespace(first_eos=first_eos))
+    stop_rules = SimpleNamespace(first_eos=first_eos)
+    return SimpleNamespace(settings=settings, policy=settings.new_policy(), stop_rules=stop_rules)
 
 
 def proposal_of(*rows: list[int]) -> Proposal:
@@ -330,3 +333,44 @@ def test_recorded_confidence_changes_nothing_else(settings: dict[str, Any]) -> N
     assert len(stats.scored_rounds()) == sum(d > 0 for d in stats.drafted)
     assert {len(logits) for logits, _, _ in stats.scored_rounds()} == {BLOCK}
     assert all(verified >= accepted for _, verified, accepted in stats.merge(stats).scored_rounds())
+
+
+# --- policies that learn ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_policy_learnt_is_there_in_the_next_call() -> None:
+    drafter = oracle()
+    text = distinct()[1]
+    settings = SpeculationConfig("auto")
+    for _ in range(3):
+        assert run(drafter, speculation=settings) == text[: PROMPT + COUNT]
+    taught = drafter.take_policy(target(), settings)
+    assert taught.curve.contexts
+    other = drafter.take_policy(target(), settings)
+    assert other is not taught, "two calls at a time do not share one"
+    drafter.keep_policy(target(), settings, taught)
+    assert drafter.take_policy(target(), settings) is taught
+    drafter.keep_policy(target(), settings, taught)
+    assert copy.deepcopy(drafter)._policies is None
+    assert drafter.take_policy(target(), SpeculationConfig("fixed")) is not taught
+
+
+def test_a_given_curve_teaches_nothing_and_an_empty_one_is_refused() -> None:
+    known = ThroughputCurve()
+    known.learn(1, 0.1)
+    drafter = oracle()
+    for policy in ("scheduled", "async", "auto"):
+        assert run(drafter, policy=policy, throughput_curve=known) == distinct()[1][: PROMPT + COUNT]
+    assert drafter._policies is None
+    assert known.num_samples(1) == 1
+    with pytest.raises(ValueError, match="empty"):
+        SpeculationConfig("auto", throughput_curve=ThroughputCurve())
+    with pytest.raises(ValueError, match=r"ThroughputCurve\.load"):
+        SpeculationConfig("auto", throughput_curve="curve.json")
+
+
+def test_without_a_confidence_head_policies_go_by_past_rounds() -> None:
+    drafter = Oracle(target(), [distinct()[1]], (None,), enable_confidence_head=False).eval()
+    for policy in ("scheduled", "async", "auto"):
+        assert run(drafter, policy=policy) == distinct()[1][: PROMPT + COUNT]
+        assert "how recent rounds went" in drafter.last_stats.fallback_reason

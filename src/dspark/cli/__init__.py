@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .bench import app as bench
 from .calibrate import calibrate
 from .data import data
 from .demo import demo
@@ -11,6 +12,7 @@ from .doctor import doctor
 from .eval import evaluate_command
 from .generate import generate
 from .inspect import inspect
+from .profile import profile
 from .train import train
 
 app = typer.Typer(
@@ -20,10 +22,11 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for command in (demo, generate, inspect, doctor, data, train, calibrate):
+for command in (demo, generate, inspect, doctor, data, train, calibrate, profile):
     app.command()(command)
 
 app.command("eval")(evaluate_command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

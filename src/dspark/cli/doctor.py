@@ -28,7 +28,7 @@ def doctor(
     limit: Annotated[int, typer.Option(min=1, help="Prompts to take.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per prompt.")] = 96,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="Device of both models.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
     expect: Annotated[
         float | None, typer.Option(help="Accepted length to compare with. Default: the drafter's own report.")
     ] = None,

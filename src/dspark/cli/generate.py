@@ -27,7 +27,7 @@ def generate(
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    device: Annotated[str, typer.Option(help="Device of both models.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
     pack: Annotated[
         bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")
     ] = True,
@@ -61,7 +61,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             assistant_confidence_threshold=threshold,
             return_dict_in_generate=True,
-            streamer=None if as_json else TextStreamer(tokenizer, skip_prompt=True),
+            streamer=None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             tokenizer=tokenizer,
             **sampling,
         )

@@ -16,7 +16,10 @@ from .state import DecodingRun, Proposal
 
 logger = logging.get_logger(__name__)
 
-_NO_HEAD = "the drafter has no confidence head, so every draft is verified whatever the confidence thresholds"
+_NO_HEAD = {
+    "threshold": "the drafter has no confidence head, so every draft is verified whatever the confidence thresholds",
+    "others": "the drafter has no confidence head, so drafts are scheduled by how recent rounds went",
+}
 
 
 class Confidence(NamedTuple):
@@ -35,15 +38,14 @@ class Confidence(NamedTuple):
 
 def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal) -> Confidence | None:
     """Scores of every slot, or None when no rule of this call looks at them or the drafter has no confidence head."""
-    settings = run.settings
-    looks = settings.assistant_confidence_threshold or settings.survival_threshold
-    if not settings.record_confidence and (settings.policy == "fixed" or not looks):
+    if not (run.settings.record_confidence or run.policy.needs_confidence):
         return None
     with run.stats.forward("drafter"):
         logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
     if logits is None:
-        run.stats.fall_back(_NO_HEAD)
-        logger.warning_once(f"dspark: {_NO_HEAD}. Output is unchanged.")
+        reason = _NO_HEAD.get(run.settings.policy, _NO_HEAD["others"])
+        run.stats.fall_back(reason)
+        logger.warning_once(f"dspark: {reason}. Output is unchanged.")
         return None
     own = logits.sigmoid()
     temperatures = run.confidence_temperatures

@@ -9,19 +9,34 @@ from __future__ import annotations
 import torch
 
 from ..context_cache import ContextCache
-from .state import DecodingRun
+from .state import DecodingRun, PendingStates
 
 
 def extend_context(run: DecodingRun) -> None:
     """Move pending hidden states into the drafter's context cache."""
-    if run.pending is None:
-        return
-    assert run.context is not None
-    states, counts = run.pending
-    with run.stats.forward("drafter"):
-        features = run.drafter.project_context(states)
-        run.drafter.extend_context(run.context, features, counts)
-    run.pending = None
+    pending, run.pending = run.pending, []
+    for states, counts in _merged(pending):
+        assert run.context is not None
+        with run.stats.forward("drafter"):
+            features = run.drafter.project_context(states)
+            run.drafter.extend_context(run.context, features, counts)
+
+
+def _merged(pending: list[PendingStates]) -> list[PendingStates]:
+    """The same states in fewer entries: rounds without drafts, of which every row keeps all, are taken at once."""
+    merged: list[PendingStates] = []
+    for entry in pending:
+        last = merged[-1] if merged else None
+        if last is not None and _is_whole(last) and _is_whole(entry):
+            counts = [a + b for a, b in zip(last.counts, entry.counts, strict=True)]
+            merged[-1] = PendingStates(torch.cat([last.states, entry.states], dim=1), counts)
+        else:
+            merged.append(entry)
+    return merged
+
+
+def _is_whole(entry: PendingStates) -> bool:
+    return min(entry.counts) == entry.states.shape[1]
 
 
 def start_context(run: DecodingRun, chunks: list[torch.Tensor], mask: torch.Tensor | None, *, offset: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,11 @@ from ..stats import SpeculationStats
 from ..target import logit_rows
 from .arguments import bind_stop_strings, call_settings, check_arguments, check_mode, drafter_of
 from .capture import HiddenStateCapture
+from .draws import Draws, check_generators
 from .loop import decode
 from .processors import Processors
 from .record import Recorder
+from .request import Request
 from .session import TargetSession
 from .state import DecodingRun, DraftVocabulary, Text
 from .stopping import StopRules
@@ -41,7 +43,7 @@ _MARK = "_dspark_original"
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with the call's statistics. The cache of a batch is None: its rows have holes.
+    """transformers' output with the call's statistics. The cache of a batch is None: its rows have different lengths.
 
     Attributes:
         speculation: [`SpeculationStats`] of this call.
@@ -90,12 +92,14 @@ def generate_with_drafter(
     call.pop("custom_generate", None)
     call.pop("assistant_tokenizer", None)  # the pair shares one vocabulary, which `require_pair` holds it to
     streamer, tokenizer = call.get("streamer"), call.pop("tokenizer", None)
+    generators = call.pop("row_generators", None)
     settings = call_settings(drafter, call.get("generation_config"), call)
     check_arguments(target, call)
     bind_stop_strings(target, call, tokenizer)
     require_pair(target, drafter, tokenizer=tokenizer)
     # `generate` itself puts the prompt to the streamer, the loop the rest.
-    door = _Door(drafter, settings, streamer, has_callers_cache=pop_cache(call)[1] is not None)
+    has_cache = pop_cache(call)[1] is not None
+    door = _Door(drafter, settings, streamer, generators, has_callers_cache=has_cache)
     return original(target, custom_generate=door, **call)
 
 
@@ -103,11 +107,18 @@ class _Door:
     """The callable handed to `generate(custom_generate=...)`, with what that extension point drops bound in it."""
 
     def __init__(
-        self, drafter: DSparkDrafter, settings: SpeculationConfig, streamer: Any, *, has_callers_cache: bool
+        self,
+        drafter: DSparkDrafter,
+        settings: SpeculationConfig,
+        streamer: Any,
+        row_generators: Sequence[torch.Generator] | None,
+        *,
+        has_callers_cache: bool,
     ) -> None:
         self.drafter = drafter
         self.settings = settings
         self.streamer = streamer
+        self.row_generators = row_generators
         self.has_callers_cache = has_callers_cache
 
     def __call__(
@@ -121,8 +132,8 @@ class _Door:
     ) -> Any:
         return decode_with(
             target, self.drafter, input_ids, logits_processor, stopping_criteria, generation_config,
-            settings=self.settings, streamer=self.streamer, model_kwargs=model_kwargs,
-            has_callers_cache=self.has_callers_cache,
+            settings=self.settings, streamer=self.streamer, row_generators=self.row_generators,
+            model_kwargs=model_kwargs, has_callers_cache=self.has_callers_cache,
         )  # fmt: skip
 
 
@@ -138,7 +149,7 @@ def decode_from_custom_generate(
 ) -> Any:
     """The door `custom_generate=drafter.decode`: checks the pair, then decodes with the drafter's own settings."""
     require_pair(target, drafter)
-    door = _Door(drafter, drafter.speculation, None, has_callers_cache=False)
+    door = _Door(drafter, drafter.speculation, None, None, has_callers_cache=False)
     return door(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
@@ -153,10 +164,12 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     *,
     settings: SpeculationConfig,
     streamer: Any,
+    row_generators: Sequence[torch.Generator] | None,
     model_kwargs: dict[str, Any],
     has_callers_cache: bool,
 ) -> Any:
     """The decoding method behind every door; arguments as transformers' own decoding methods take them."""
+    check_generators(row_generators, input_ids.shape[0])
     recorder = Recorder(generation_config, streamer)
     stop_rules = StopRules(stopping_criteria)
     check_mode(target, generation_config, recorder, batch_size=input_ids.shape[0])
@@ -170,18 +183,26 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
         batch_size=batch,
         is_callers=has_callers_cache,
     )
+    policy = drafter.take_policy(target, settings)
+    request = Request(
+        processors=Processors(logits_processor, num_rows=batch),
+        stop_rules=stop_rules,
+        do_sample=bool(generation_config.do_sample),
+        draws=Draws(row_generators),
+        recorder=recorder,
+        stats=stats,
+    )
+    request.calibrate(drafter)
     run = DecodingRun(
         drafter=drafter,
         shared=drafter.shared_modules(target),
         vocabulary=DraftVocabulary.of(drafter, logit_rows(target), input_ids.device),
         session=session,
         settings=settings,
-        processors=Processors(logits_processor, num_rows=batch),
-        stop_rules=stop_rules,
-        do_sample=bool(generation_config.do_sample),
+        policy=policy,
         text=Text(input_ids.clone(), [prompt] * batch, prompt),
-        recorder=recorder,
         stats=stats,
+        requests=dict.fromkeys(range(batch), request),
         rows=list(range(batch)),
     )
     try:
@@ -194,11 +215,12 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     if streamer is not None:
         streamer.end()
     drafter.last_stats = stats
+    drafter.keep_policy(target, settings, policy)
     sequences = finished_sequences(run, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
     returned = recorder.outputs()
-    returned[output_cache_field()] = cache if batch == 1 else None  # of several rows it has holes
+    returned[output_cache_field()] = cache if batch == 1 else None  # rows have different lengths, or have left
     return SpeculativeOutput(sequences=sequences, speculation=stats, **returned)  # type: ignore[arg-type]
 
 

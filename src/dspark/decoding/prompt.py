@@ -38,7 +38,7 @@ def read_prompt(run: DecodingRun, input_ids: torch.Tensor, generation_config: Ge
 
     offset = _rebuild_prefix(run, input_ids, generation_config, sink)
     outputs = session.prefill(input_ids, generation_config, sink)
-    run.recorder.prompt_pass(outputs)
+    run.requests[run.rows[0]].recorder.prompt_pass(outputs)
     start_context(run, features, mask, offset=offset)
     logits = outputs.logits[:, -1].to(run.device, torch.float32)
     verdicts = [_first_token(run, row, logits[b : b + 1]) for b, row in enumerate(run.rows)]
@@ -48,8 +48,10 @@ def read_prompt(run: DecodingRun, input_ids: torch.Tensor, generation_config: Ge
 
 def _first_token(run: DecodingRun, row: int, logits: torch.Tensor) -> RowVerdict:
     logits = logits.clone()  # as plain decoding: processors may write in place, and the prompt's logits are freed
-    scores = run.processors.process_target(row, run.text.prefix(row), logits)
-    token = int(torch.multinomial(scores.softmax(-1), 1)) if run.do_sample else int(scores.argmax(-1))
+    request = run.requests[row]
+    own = row - request.first_row
+    scores = request.processors.process_target(own, run.text.prefix(row), logits)
+    token = int(request.draws.tokens([own], scores.softmax(-1)) if request.do_sample else scores.argmax(-1))
     return RowVerdict([token], 0, scores=scores, logits=logits)
 
 

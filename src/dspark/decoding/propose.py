@@ -9,33 +9,57 @@ from __future__ import annotations
 import torch
 
 from ..modeling_dspark import DraftBlock
-from .state import DecodingRun, Proposal
+from .state import DecodingRun, Group, Proposal
 
 
 def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     """Walk the block; greedy without sampling, else a draw per slot."""
     laws: list[torch.Tensor] = []
-    drafter, processors = run.drafter, run.processors
-    needs_prefix = bool(processors.draft) and not processors.draft_is_row_wise
-    vocabulary = run.vocabulary
-    vocab = drafter.config.vocab_size
+    groups = run.groups()
+    samples = any(group.request.do_sample for group in groups)
 
     def choose(_k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
-        if processors.draft:
-            prefixes = _prefixes(run, tokens) if needs_prefix else {}
-            logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
-        if vocabulary.forbidden is not None:
-            logits = logits.masked_fill(vocabulary.forbidden, -torch.inf)
-        if not run.do_sample:
-            return drafter.to_target_ids(logits.argmax(-1))
-        probs = _law(logits.float(), vocabulary.forbidden)
-        laws.append(probs if vocabulary.kept is None else probs[:, vocabulary.kept])
-        return drafter.to_target_ids(torch.multinomial(probs, 1)[:, 0])
+        if len(groups) == 1:
+            chosen, law = _choose(run, groups[0], logits, tokens)
+            if law is not None:
+                laws.append(law)
+            return chosen
+        chosen = logits.new_zeros(len(logits), dtype=torch.long)
+        width = logits.shape[1] if run.vocabulary.kept is None else len(run.vocabulary.kept)
+        law_of_all = logits.new_zeros(len(logits), width, dtype=torch.float32) if samples else None
+        for group in groups:
+            # A failed request's rows go on with token 0 to the end of this round, which keeps nothing of them.
+            with run.guard(group.owner):
+                chosen[group.at], law = _choose(run, group, logits[group.at], [t[group.at] for t in tokens])
+                if law is not None and law_of_all is not None:
+                    law_of_all[group.at] = law
+        if law_of_all is not None:
+            laws.append(law_of_all)
+        return chosen
 
     with run.stats.forward("drafter"):
         anchors = torch.tensor(run.anchors, device=block.hidden.device)
-        walk = drafter.walk_block(block, anchors, choose)
+        walk = run.drafter.walk_block(block, anchors, choose)
     return Proposal(walk.token_ids, walk.previous_ids, torch.stack(laws, dim=1) if laws else None)
+
+
+def _choose(
+    run: DecodingRun, group: Group, logits: torch.Tensor, tokens: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens int64 `[n]` of a group's next slot from logits `[n, Vd]`, and the law they were drawn from."""
+    drafter, request, vocabulary = run.drafter, group.request, run.vocabulary
+    processors = request.processors
+    if processors.draft:
+        prefixes = {} if processors.draft_is_row_wise else _prefixes(run, group, tokens)
+        vocab = drafter.config.vocab_size
+        logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
+    if vocabulary.forbidden is not None:
+        logits = logits.masked_fill(vocabulary.forbidden, -torch.inf)
+    if not request.do_sample:
+        return drafter.to_target_ids(logits.argmax(-1)), None
+    probs = _law(logits.float(), vocabulary.forbidden)
+    drawn = drafter.to_target_ids(request.draws.drafts(request.own(group.rows), probs))
+    return drawn, probs if vocabulary.kept is None else probs[:, vocabulary.kept]
 
 
 def _law(logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
@@ -47,13 +71,14 @@ def _law(logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
     return torch.where(probs.isnan().any(-1, keepdim=True), uniform.softmax(-1), probs)
 
 
-def _prefixes(run: DecodingRun, tokens: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Each live row's text with the drafts so far behind it, `[1, n_b + k]`."""
+def _prefixes(run: DecodingRun, group: Group, tokens: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Text of each row of a group with the drafts so far behind it, `[1, n_b + k]`, by the request's row numbers."""
     drafted = torch.stack(tokens, dim=1).to(run.device) if tokens else None
     prefixes = {}
-    for b, row in enumerate(run.rows):
+    for b, row in enumerate(group.rows):
         text = run.text.prefix(row)
-        prefixes[row] = text if drafted is None else torch.cat([text, drafted[b : b + 1]], dim=1)
+        own = row - group.request.first_row
+        prefixes[own] = text if drafted is None else torch.cat([text, drafted[b : b + 1]], dim=1)
     return prefixes
 
 

@@ -134,6 +134,11 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return index[:, 0].clamp(max=size - 1)
 
 
+def uniform_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of uniforms on `device`: float64 where there is one."""
+    return torch.float64 if device.type in _WITH_FLOAT64 else torch.float32
+
+
 def _scheduled(draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(draft_ids.shape[1], device=draft_ids.device) < lengths[:, None]  # [B, K]
 
@@ -148,7 +153,7 @@ def _uniforms(
 ) -> torch.Tensor:
     """Uniforms `[B, K + 1]`; the last column is for the next token."""
     rows, slots = draft_ids.shape
-    dtype = torch.float64 if like.device.type in _WITH_FLOAT64 else torch.float32
+    dtype = uniform_dtype(like.device)
     if given is not None and given.shape not in ((rows, slots), (rows, slots + 1)):
         raise ValueError(
             f"`uniforms` must be of shape {(rows, slots)} (acceptance) or {(rows, slots + 1)} (and the next token), "
@@ -235,4 +240,4 @@ def _check_laws(
         raise ValueError(f"`draft_probs` must have the dtype of `target_probs`, {dtype}, got {draft_probs.dtype}.")
 
 
-__all__ = ["Verdict", "draw", "greedy_verify", "rejection_sample"]
+__all__ = ["Verdict", "draw", "greedy_verify", "rejection_sample", "uniform_dtype"]

@@ -1,4 +1,4 @@
-"""Step 5: how many drafts of each row are verified, decided before the target runs.
+"""Step 5: how many drafts of each row are verified, decided by the call's policy before the target runs.
 
 A cut may look at nothing drawn at or after the slot it drops, or sampled output is biased (paper Appendix A). The one
 exception ends a draft behind its own end-of-sequence token: what follows is never part of the text, whatever the
@@ -7,8 +7,11 @@ target says.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
+from ..scheduling import RoundObservation
 from .confidence import Confidence
 from .state import DecodingRun, Proposal
 
@@ -24,24 +27,51 @@ def schedule(
         confidence: Scores, or None.
         limits: Most drafts per row (`DecodingRun.max_drafts`).
     """
-    lengths = limits
-    if confidence is not None and run.settings.policy != "fixed":
-        lengths = [min(pair) for pair in zip(limits, _confident(run, confidence), strict=True)]
+    own, survival = (None, None) if confidence is None else (confidence.own.cpu(), confidence.survival.cpu())
+    lengths = run.policy.lengths(own, survival, limits)
     drafts = []
-    for tokens, length in zip(proposal.token_ids.tolist(), lengths, strict=True):
+    for row, tokens, length in zip(run.rows, proposal.token_ids.tolist(), lengths, strict=True):
         tokens = tokens[:length]
-        end = run.stop_rules.first_eos(tokens)
+        end = run.requests[row].stop_rules.first_eos(tokens)
         drafts.append(tokens if end is None else tokens[: end + 1])
     return drafts
 
 
-def _confident(run: DecodingRun, confidence: Confidence) -> list[int]:
-    """Slots of each row before the first that is below a threshold."""
-    settings = run.settings
-    passes = (confidence.own >= settings.assistant_confidence_threshold) & (
-        confidence.survival >= settings.survival_threshold
-    )
-    return passes.int().cumprod(-1).sum(-1).tolist()
+class RoundWatch:
+    """Tells the policy, once a round is over, what it cost and brought: the only way a policy learns of draws.
+
+    Args:
+        run: The call.
+        num_drafts: Slots drafted per row in this round; 0: none.
+    """
+
+    def __init__(self, run: DecodingRun, num_drafts: int) -> None:
+        self.run, self.num_drafts = run, num_drafts
+        self.start = self.middle = time.perf_counter()
+        self.drafts: list[list[int]] = []
+        self.survival: list[list[float]] | None = None
+
+    def scheduled(self, drafts: list[list[int]], confidence: Confidence | None) -> None:
+        """The round is about to be verified."""
+        self.middle = time.perf_counter()
+        self.drafts = drafts
+        self.survival = None if confidence is None else confidence.survival.tolist()
+
+    def committed(self) -> None:
+        """The round is over."""
+        rows, stats = len(self.drafts), self.run.stats
+        self.run.policy.observe(
+            RoundObservation(
+                rows=rows,
+                slots=self.num_drafts,
+                tokens=rows + sum(map(len, self.drafts)),
+                draft_seconds=self.middle - self.start,
+                verify_seconds=time.perf_counter() - self.middle,
+                verified=stats.verified[-rows:],
+                accepted=stats.accepted[-rows:],
+                survival=self.survival,
+            )
+        )
 
 
 def pad_drafts(drafts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,4 +81,4 @@ def pad_drafts(drafts: list[list[int]], device: torch.device) -> tuple[torch.Ten
     return ids.view(len(drafts), width), torch.tensor([len(row) for row in drafts], device=device)
 
 
-__all__ = ["pad_drafts", "schedule"]
+__all__ = ["RoundWatch", "pad_drafts", "schedule"]

@@ -1,8 +1,7 @@
 """The target during one call: its forward passes, positions, masks and cache (the target's side of step 6).
 
-Rows of a batch accept different numbers of drafts, so a cache slot is not a position: rejected and padded slots become
-holes in a 2D mask, the common tail is cropped, and when holes pass a fixed share the cache is compacted by a gather.
-A single row never has holes.
+A single row keeps the stock cache, which `CacheRollback` cuts back after each pass. Rows of a batch accept different
+numbers of drafts and go on in a `RaggedBatch` once the prompt's pass has filled the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..compat import cache_length, cache_name, pop_cache
 from ..stats import SpeculationStats
-from ..target import counts_slots, skips_hidden_states, text_config
+from ..target import skips_hidden_states, text_config
 from .capture import HiddenStateCapture
+from .inputs import prepare_inputs
+from .ragged_batch import RaggedBatch
 from .record import attention_widths
 from .target_cache import CacheRollback, check_cache
-
-_MAX_HOLE_SHARE = 0.25  # compaction copies the cache once per this share of new slots: O(1) per token
 
 
 class TargetSession:
@@ -31,6 +30,7 @@ class TargetSession:
         model_kwargs: What `generate` prepared for the forward.
         capture: Taps on the target, already installed.
         stats: Where forward time goes.
+        joins: A single row is to be joined by others, so it goes on in a batch too.
     """
 
     def __init__(
@@ -39,20 +39,23 @@ class TargetSession:
         model_kwargs: dict[str, Any],
         capture: HiddenStateCapture,
         stats: SpeculationStats,
+        *,
+        joins: bool = False,
     ) -> None:
         self.target = target
+        self._joins = joins
         self.kwargs = dict(model_kwargs)
         self.capture = capture
         self.stats = stats
         self._cache_key = cache_name(target)
         self._rollback: CacheRollback | None = None
-        self._mask: torch.Tensor | None = None  # [B, W] once holes or padding exist, else None
-        self._base: torch.Tensor | None = None  # position of each row's last prompt token, [..., B, 1]
+        self._batch: RaggedBatch | None = None  # of several rows, from the prompt's pass on
+        self._mask: torch.Tensor | None = None  # [1, W] of a single row behind padding, else None
+        self._base: torch.Tensor | None = None  # position of its last prompt token, [..., 1, 1]
         self._cached = 0  # slots in the cache, W
-        self._ahead = 1  # position of the furthest row's anchor, counted from its last prompt token
-        self._allows_holes = not counts_slots(target)
+        self._ahead = 1  # position of its anchor, counted from its last prompt token
         self._keeps_mask = False  # whether the forward was given a mask, though nothing is masked
-        self._pass_tokens: list[list[int]] = []
+        self._pass_tokens: list[int] = []
         self._pass_width = 0
 
     # --- prompt ---------------------------------------------------------------------------------------------------
@@ -96,17 +99,24 @@ class TargetSession:
         if name is None:
             name, cache = pop_cache(self.kwargs)
         self.kwargs.pop(name or "", None)
+        self.kwargs.pop("inputs_embeds", None)
+        # Without a mask all rows may share one row of positions.
+        base = None if positions is None else positions[..., -1:] + positions.new_zeros(input_ids.shape[0], 1)
+        if input_ids.shape[0] > 1 or self._joins:
+            self._batch = RaggedBatch(self.target, self.kwargs, cache, base, self.stats)
+        else:
+            self._start_single(cache, mask, base)
+        self.stats.num_target_passes += 1
+        return outputs
+
+    def _start_single(self, cache: Any, mask: torch.Tensor | None, base: torch.Tensor | None) -> None:
         self.kwargs[self._cache_key] = cache
         self._rollback = CacheRollback(cache)
-        self.kwargs.pop("inputs_embeds", None)
         # Counted in integers: a mask may come as bool, float, or with other values than 1.
         self._mask = (mask != 0).long() if mask is not None and not bool(mask.all()) else None
         self._keeps_mask = mask is not None
         self._cached = cache_length(cache) or 0  # all recurrent: no slots
-        # Without a mask all rows may share one row of positions.
-        self._base = None if positions is None else positions[..., -1:] + positions.new_zeros(input_ids.shape[0], 1)
-        self.stats.num_target_passes += 1
-        return outputs
+        self._base = base
 
     def forward_plain(self, width: int, input_ids: torch.Tensor, sink: Callable[[torch.Tensor], None]) -> None:
         """A pass over the first `width` tokens of the prompt without any cache, only for its hidden states."""
@@ -147,83 +157,77 @@ class TargetSession:
         longest = getattr(config, "max_position_embeddings", None)
         if longest is None:
             return None
-        anchor = self._cached if self._base is None else int(self._base.max()) + self._ahead
+        if self._batch is not None:
+            anchor = self._batch.next_position
+        else:
+            anchor = self._cached if self._base is None else int(self._base.max()) + self._ahead
         return max(int(longest) - 1 - anchor, 0)
 
     def verify(
         self, text_ids: torch.Tensor, blocks: list[list[int]], generated: Sequence[int]
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """One pass over each row's anchor and drafts.
 
         Args:
             text_ids: int64 `[1, n]` whole text of a single row with the block behind it (some models' input
                 preparation looks at it); ignored for several rows.
-            blocks: Per live row, anchor and drafts; rows are padded on the right to the longest.
+            blocks: Per live row, anchor and drafts.
             generated: Tokens generated per live row, anchor included.
 
         Returns:
-            The target's output, its logits `[B, q, V]`, and the hidden states of the block `[B, q, m*D_t]`.
+            The target's output as it is, logits `[B, q, V]`, and hidden states of the block `[B, q, m*D_t]`, q the
+            longest block: whatever stands behind a shorter one means nothing.
         """
-        assert self._rollback is not None
-        replay = self._rollback.replay
-        width = max(map(len, blocks))
-        new = len(replay) + width
-        padded = [replay + block + [block[-1]] * (width - len(block)) for block in blocks]
-        ids = text_ids if len(blocks) == 1 else torch.tensor(padded, device=text_ids.device)
-        inputs = self._inputs(ids, [count - len(replay) for count in generated], new=new, width=width)
+        if self._batch is not None:
+            outputs, logits, states = self._batch.verify(blocks, self._run)
+        else:
+            assert self._rollback is not None
+            (block,) = blocks
+            self._pass_tokens = [*self._rollback.replay, *block]
+            self._pass_width = len(block)
+            new = len(self._pass_tokens)
+            start = generated[0] - (new - len(block))
+            outputs, states = self._run(self._inputs(text_ids, start, new=new, width=len(block)))
+            logits, states = outputs.logits[:, -len(block) :], states[:, -len(block) :]
+        self.stats.num_target_passes += 1
+        return outputs, logits, states
+
+    def _run(self, inputs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
         states: list[torch.Tensor] = []
         with self.stats.forward("target"):
             outputs = self.capture.run(lambda: self.target(**inputs, return_dict=True), states.append)
-        self._pass_tokens = padded
-        self._pass_width = width
-        self.stats.num_target_passes += 1
-        return outputs, states[0][:, -width:]
+        return outputs, states[0]
 
-    def _inputs(self, ids: torch.Tensor, starts: list[int], *, new: int, width: int) -> dict[str, Any]:
+    def _inputs(self, ids: torch.Tensor, start: int, *, new: int, width: int) -> dict[str, Any]:
         kwargs = dict(self.kwargs)
-        rows = len(starts)
-        device = ids.device
         if self._base is not None:
-            offsets = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
+            offsets = start + torch.arange(new, device=ids.device)
             kwargs["position_ids"] = self._base + offsets.to(self._base.dtype)
-        if (mask := self._grown_mask(new, rows, device)) is not None:
+        if (mask := self._grown_mask(new, ids.device)) is not None:
             kwargs["attention_mask"] = mask
-        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
-            if (types := kwargs.get(name)) is not None:
-                # The text goes on in the last token's type; multimodal types mark inputs only, and 0 is text.
-                last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
-                kwargs[name] = last.expand(rows, new)
-        inputs = self.target.prepare_inputs_for_generation(
-            ids, next_sequence_length=new, is_first_iteration=False, **kwargs
-        )
-        if "logits_to_keep" in kwargs:
-            inputs["logits_to_keep"] = width  # some models' preparation puts a number of their own
-        return inputs
+        return prepare_inputs(self.target, ids, kwargs, lambda values: values.expand(1, new), new=new, keep=width)
 
-    def _grown_mask(self, new: int, rows: int, device: torch.device) -> torch.Tensor | None:
+    def _grown_mask(self, new: int, device: torch.device) -> torch.Tensor | None:
         if self._mask is not None:
-            return torch.cat([self._mask, self._mask.new_ones(rows, new)], dim=-1)
-        return torch.ones(rows, self._cached + new, dtype=torch.long, device=device) if self._keeps_mask else None
+            return torch.nn.functional.pad(self._mask, (0, new), value=1)
+        return torch.ones(1, self._cached + new, dtype=torch.long, device=device) if self._keeps_mask else None
 
     def keep(self, counts: list[int]) -> None:
         """Cut back after a pass: row b keeps the first `counts[b]` tokens of its block (1 = its anchor)."""
+        if self._batch is not None:
+            self._batch.keep(counts)
+            return
         assert self._rollback is not None
-        width, kept = self._pass_width, max(counts)
-        self._rollback.after_pass(self._pass_tokens[0], width - kept)
-        if len(counts) > 1 and min(counts) < kept and self._mask is None:
-            self._mask = torch.ones(len(counts), self._cached, dtype=torch.long, device=self._device())
+        (kept,) = counts
+        self._rollback.after_pass(self._pass_tokens, self._pass_width - kept)
         if self._mask is not None:
-            slots = torch.arange(kept, device=self._mask.device)
-            valid = slots < torch.tensor(counts, device=self._mask.device)[:, None]
-            self._mask = torch.cat([self._mask, valid.to(self._mask.dtype)], dim=-1)
+            self._mask = torch.nn.functional.pad(self._mask, (0, kept), value=1)
         self._cached += kept
         self._ahead += kept
-        if len(counts) > 1:
-            self._compact()
 
     def pass_slots(self, count: int) -> range:
         """Output slots of the first `count` block tokens of a single row's last pass."""
-        skipped = len(self._pass_tokens[0]) - self._pass_width
+        skipped = len(self._pass_tokens) - self._pass_width
         return range(skipped, skipped + count)
 
     def attention_widths(self, count: int) -> list[int | None]:
@@ -233,15 +237,14 @@ class TargetSession:
 
     def select(self, rows: list[int]) -> None:
         """Keep only these live rows (indices into the present ones)."""
-        assert self._rollback is not None
-        index = torch.tensor(rows, device=self._device())
-        self._rollback.cache.batch_select_indices(index)
-        self._mask = None if self._mask is None else self._mask[index]
-        self._base = None if self._base is None else self._base[..., index, :]
-        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
-            if self.kwargs.get(name) is not None:
-                self.kwargs[name] = self.kwargs[name][index]
-        self._compact()  # the longest row may have been the only one without holes
+        assert self._batch is not None
+        self._batch.select(rows)
+
+    def join(self, other: TargetSession) -> None:
+        """Take the rows of another session on the same target behind these (both made with `joins`)."""
+        assert self._batch is not None
+        assert other._batch is not None
+        self._batch.join(other._batch)
 
     def settle(self, text_ids: torch.Tensor, generated: int) -> None:
         """Bring a recurrent state up to the text, so that the cache is as plain decoding leaves it.
@@ -254,7 +257,7 @@ class TargetSession:
         if not replay:
             return
         assert self._rollback is not None
-        inputs = self._inputs(text_ids[:, :-1], [generated - len(replay)], new=len(replay), width=1)
+        inputs = self._inputs(text_ids[:, :-1], generated - len(replay), new=len(replay), width=1)
         self.target(**inputs, return_dict=True)
         self.stats.num_target_passes += 1
         self._rollback.after_pass(replay, 0)
@@ -265,29 +268,6 @@ class TargetSession:
             return pop_cache(self.kwargs)[1]
         self._rollback.finish()
         return self._rollback.cache
-
-    def _device(self) -> torch.device:
-        return self._base.device if self._base is not None else self.target.device
-
-    def _compact(self) -> None:
-        """Gather each row's valid slots to the right end when more than a fixed share of all slots are holes."""
-        if self._mask is None:
-            return
-        valid = self._mask.sum(-1)
-        width = int(valid.max())
-        if self._allows_holes and self._cached - width <= _MAX_HOLE_SHARE * self._cached:
-            return
-        # A stable sort moves holes to the left and keeps the order of the rest.
-        order = self._mask.argsort(dim=-1, stable=True)[:, -width:]
-        assert self._rollback is not None
-        for layer in self._rollback.cache.layers:
-            for name in ("keys", "values"):
-                if (states := getattr(layer, name)) is None:
-                    continue  # a layer that shares another's keys
-                index = order.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-                setattr(layer, name, states.gather(2, index))
-        self._mask = self._mask.gather(1, order)
-        self._cached = width
 
 
 def _any(flags: Any) -> bool:

@@ -7,20 +7,20 @@ device once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from ..context_cache import ContextCache
 from ..modeling_dspark import DSparkDrafter, SharedModules
+from ..scheduling import VerifyPolicy
 from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
-from .processors import Processors
-from .record import Recorder
+from .request import Request
 from .session import TargetSession
-from .stopping import StopRules
 
 
 class DraftVocabulary(NamedTuple):
@@ -115,24 +115,53 @@ class Text:
         return self.ids[row : row + 1, : self.lengths[row] if length is None else length]
 
 
+class PendingStates(NamedTuple):
+    """Hidden states `[B, S, m*D_t]` of a pass and how many of each row's are of its text."""
+
+    states: torch.Tensor
+    counts: list[int]
+
+
+class Group(NamedTuple):
+    """Live rows that are decided together.
+
+    Attributes:
+        request: Theirs, or one that asks for the same.
+        at: Their places among the live rows; `slice(None)`: all of them.
+        rows: Their original indices.
+    """
+
+    request: Request
+    at: list[int] | slice
+    rows: list[int]
+
+    @property
+    def owner(self) -> Request | None:
+        """Whose code decides the group; None where rows of several requests only want the largest logits."""
+        return None if self.request.is_plain_greedy else self.request
+
+    def pick(self, items: list[Any]) -> list[Any]:
+        """Of one item per live row, those of the group."""
+        return items[self.at] if isinstance(self.at, slice) else [items[b] for b in self.at]
+
+
 @dataclass
 class DecodingRun:
-    """One `generate` call: models, settings and the state the steps work on.
+    """Texts decoded together: models, settings and the state the steps work on.
 
     Attributes:
         drafter, shared: The drafter and what it borrows.
         vocabulary: What it may draft.
         session: The target with its cache.
-        settings: Speculation settings of this call.
-        processors, stop_rules: Of this call.
-        do_sample: Whether tokens are drawn.
+        settings: Speculation settings.
+        policy: Decides how many slots are drafted and verified.
         text: All rows' text.
+        stats: Counts and times of all rows.
+        requests: Original row to what it asks for.
         rows: Original index of each live row; the first dimension of every `[B, ...]` tensor follows it.
         anchors: Last committed token of each live row.
         context: Draft cache of the live rows.
-        pending: Target hidden states the draft cache has not taken yet, `[B, S, m*D_t]`, and how many count.
-        recorder: What the caller wants returned, and the streamer.
-        stats: Counts and times.
+        pending: Target hidden states the draft cache has not taken yet, one entry per round since it last did.
         outputs: The target's output of the present round.
     """
 
@@ -141,16 +170,14 @@ class DecodingRun:
     vocabulary: DraftVocabulary
     session: TargetSession
     settings: SpeculationConfig
-    processors: Processors
-    stop_rules: StopRules
-    do_sample: bool
+    policy: VerifyPolicy
     text: Text
-    recorder: Recorder
     stats: SpeculationStats
+    requests: dict[int, Request] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
     context: ContextCache | None = None
-    pending: tuple[torch.Tensor, list[int]] | None = None
+    pending: list[PendingStates] = field(default_factory=list)
     outputs: Any = None
 
     @property
@@ -158,16 +185,35 @@ class DecodingRun:
         """Where token ids and target scores live."""
         return self.text.ids.device
 
-    @property
-    def temperature(self) -> float:
-        """Decoding temperature: 0 when greedy, else what the call's temperature warpers divide by."""
-        return self.processors.temperature if self.do_sample else 0.0
+    def groups(self) -> list[Group]:
+        """The live rows by request; those that only want the largest logits are one group."""
+        found: dict[int, tuple[Request, list[int]]] = {}
+        for b, row in enumerate(self.rows):
+            request = self.requests[row]
+            key = 0 if request.is_plain_greedy else id(request)
+            found.setdefault(key, (request, []))[1].append(b)
+        if len(found) == 1:
+            return [Group(self.requests[self.rows[0]], slice(None), self.rows)]
+        return [Group(request, at, [self.rows[b] for b in at]) for request, at in found.values()]
 
-    @cached_property
+    @contextmanager
+    def guard(self, request: Request | None) -> Iterator[None]:
+        """Runs code of a request; where that is isolated, its exception ends it alone. None: nobody's code."""
+        try:
+            yield
+        except Exception as error:
+            if request is None or not request.is_isolated:
+                raise
+            request.error = error
+
+    @property
     def confidence_temperatures(self) -> torch.Tensor | None:
-        """Calibration of this call's decoding temperature, float32 `[g]` beside the drafter; None without one."""
-        temperatures = self.drafter.config.temperatures_at(self.temperature)
-        return None if temperatures is None else torch.tensor(temperatures, device=self.drafter.device)
+        """Calibration of the live rows, float32 `[g]` or `[B, g]` beside the drafter; None where none has one."""
+        rows = [self.requests[row].confidence_temperatures for row in self.rows]
+        if all(row is rows[0] for row in rows):
+            return rows[0]
+        known = next(row for row in rows if row is not None)
+        return torch.stack([torch.ones_like(known) if row is None else row for row in rows])
 
     def max_drafts(self) -> list[int]:
         """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""
@@ -177,11 +223,11 @@ class DecodingRun:
         cap = block if self.settings.num_assistant_tokens is None else min(block, self.settings.num_assistant_tokens)
         limits = []
         for row in self.rows:
-            budget = self.stop_rules.budget(self.text.lengths[row])
+            budget = self.requests[row].stop_rules.budget(self.text.lengths[row])
             # One token of the budget comes from the target itself after the accepted drafts.
             limits.append(cap if budget is None else max(min(cap, budget - 1), 0))
         room = self.session.position_room()
         return limits if room is None else [max(min(limit, room), 0) for limit in limits]
 
 
-__all__ = ["DecodingRun", "DraftVocabulary", "Proposal", "RowVerdict", "Text"]
+__all__ = ["DecodingRun", "DraftVocabulary", "Group", "PendingStates", "Proposal", "RowVerdict", "Text"]

@@ -34,9 +34,9 @@ _STATES = (
     "is_recurrent_states_initialized",
 )  # fmt: skip
 # Layers whose rollback is known to be exact. By exact type: a subclass may keep more than its parent's crop takes.
-_FULL = (DynamicLayer, *dummy_layers())
+_RAGGED = (DynamicLayer, DynamicSlidingWindowLayer, *dummy_layers())  # what a `RaggedCache` can take over
 _KNOWN = (
-    *_FULL, DynamicIndexedLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer,
+    *_RAGGED, DynamicIndexedLayer, StaticLayer, StaticSlidingWindowLayer,
     LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
 )  # fmt: skip
 _WAY_OUT = (
@@ -81,15 +81,25 @@ def check_cache(target: PreTrainedModel, cache: Any, *, max_length: int, batch_s
         )
     if batch_size > 1 and is_callers:
         raise ValueError(
-            f"A batch of {batch_size} rows with a drafter leaves holes and finished rows behind, so a cache of your "
-            "own would not be usable afterwards. Leave the cache argument out, or generate row by row."
+            f"A batch of {batch_size} rows with a drafter ends with rows of different lengths and without those that "
+            "finished earlier, so a cache of your own would not be usable afterwards. Leave the cache argument out, "
+            "or generate row by row."
         )
-    kinds = {type(layer) for layer in layers}
-    if batch_size > 1 and not kinds <= set(_FULL):
+    if batch_size > 1:
+        _check_batch(target, cache, {type(layer) for layer in layers}, batch_size)
+
+
+def _check_batch(target: PreTrainedModel, cache: Cache, kinds: set[type], batch_size: int) -> None:
+    if not kinds <= set(_RAGGED):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
-            f"Batches of {batch_size} rows need a target whose cache layers are all dynamic full attention, got "
-            f"{names} for {describe(target)}. Generate row by row, or without a drafter."
+            f"Batches of {batch_size} rows need a target whose cache layers are all dynamic, with full or sliding "
+            f"attention, got {names} for {describe(target)}. Generate row by row, or without a drafter."
+        )
+    if cache.offloading:
+        raise ValueError(
+            f"An offloaded cache keeps its layers off the device, and the rows of a batch of {batch_size} go on in a "
+            "cache of their own that stays there. Generate row by row, or leave `cache_implementation` out."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from .rejection import greedy_verify, rejection_sample
 from .schedule import pad_drafts
-from .state import DecodingRun, Proposal, RowVerdict
+from .state import DecodingRun, Group, PendingStates, Proposal, RowVerdict
 
 _NO_LAW = (
     "The target has no law for the next token: the processors forbid every token, or its logits are NaN. Plain "
@@ -33,26 +33,42 @@ def verify(run: DecodingRun, proposal: Proposal | None, drafts: list[list[int]])
     single = run.rows[0]
     text = run.text.prefix(single, run.text.lengths[single] + len(drafts[0])) if len(blocks) == 1 else run.text.ids
     generated = [run.text.lengths[row] - run.text.prompt_length for row in run.rows]
-    outputs, states = run.session.verify(text, blocks, generated)
+    outputs, logits, states = run.session.verify(text, blocks, generated)
     run.outputs = outputs
-    run.pending = (states, [len(block) for block in blocks])
-    logits = outputs.logits[:, -max(map(len, blocks)) :].to(run.device, torch.float32)
-    if run.processors.target_is_row_wise:
-        return _verify_at_once(run, proposal, drafts, logits)
-    return [_verify_slot_by_slot(run, proposal, drafts[b], b, logits[b]) for b in range(len(drafts))]
+    run.pending.append(PendingStates(states, [len(block) for block in blocks]))
+    logits = logits.to(run.device, torch.float32)
+    # Of a row whose request failed nothing is kept.
+    verdicts = [RowVerdict([anchor], 0, is_stopped=True) for anchor in run.anchors]
+    for group in run.groups():
+        places = group.pick(list(range(len(drafts))))
+        if group.request.processors.target_is_row_wise:
+            with run.guard(group.owner):
+                for b, verdict in zip(places, _verify_at_once(run, group, proposal, drafts, logits), strict=True):
+                    verdicts[b] = verdict
+            continue
+        for b in places:
+            with run.guard(run.requests[run.rows[b]]):
+                verdicts[b] = _verify_slot_by_slot(run, proposal, drafts[b], b, logits[b])
+    return verdicts
 
 
 def _verify_at_once(
-    run: DecodingRun, proposal: Proposal | None, drafts: list[list[int]], logits: torch.Tensor
+    run: DecodingRun, group: Group, proposal: Proposal | None, all_drafts: list[list[int]], all_logits: torch.Tensor
 ) -> list[RowVerdict]:
+    """Verdicts of a group whose processors look at one row of scores alone."""
+    request, drafts, logits = group.request, group.pick(all_drafts), all_logits[group.at]
     ids, lengths = pad_drafts(drafts, run.device)
+    logits = logits[:, : ids.shape[1] + 1]
     scores = logits
-    if run.processors.target:
-        scores = run.processors.process_target_rows(logits.flatten(0, 1).clone()).view_as(logits)
-    if run.do_sample:
+    if request.processors.target:
+        scores = request.processors.process_target_rows(logits.flatten(0, 1).clone()).view_as(logits)
+    if request.do_sample:
         probs = scores.softmax(-1)
-        law = _draft_law(run, proposal, ids.shape[1])
-        verdict = rejection_sample(ids, law, probs, lengths, draft_token_ids=run.vocabulary.target_ids)
+        law = _draft_law(run, group, proposal, ids.shape[1])
+        uniforms = request.draws.uniforms(request.own(group.rows), [len(row) for row in drafts], run.device)
+        verdict = rejection_sample(
+            ids, law, probs, lengths, draft_token_ids=run.vocabulary.target_ids, uniforms=uniforms
+        )
         is_lawless = probs[torch.arange(len(ids), device=run.device), verdict.num_accepted, 0].isnan()
     else:
         verdict = greedy_verify(ids, scores.argmax(-1), lengths)
@@ -64,16 +80,16 @@ def _verify_at_once(
         if has_no_law:
             raise RuntimeError(_NO_LAW)
         row = RowVerdict([*drafts[b][:accepted], next_id], accepted)
-        if run.recorder.wants_scores:
+        if request.recorder.wants_scores:
             row.scores, row.logits = scores[b], logits[b]
         verdicts.append(row)
     return verdicts
 
 
-def _draft_law(run: DecodingRun, proposal: Proposal | None, width: int) -> torch.Tensor | None:
+def _draft_law(run: DecodingRun, group: Group, proposal: Proposal | None, width: int) -> torch.Tensor | None:
     if proposal is None or proposal.draft_probs is None:
         return None
-    return proposal.draft_probs[:, :width].to(run.device)
+    return proposal.draft_probs[group.at, :width].to(run.device)
 
 
 def _verify_slot_by_slot(
@@ -81,27 +97,29 @@ def _verify_slot_by_slot(
 ) -> RowVerdict:
     """One row; `logits [q, V]` of its pass. Stops are looked at after every token, as plain decoding does."""
     row = run.rows[b]
+    request = run.requests[row]
+    own = row - request.first_row
     start = run.text.lengths[row]
     processed: list[torch.Tensor] = []
     raw: list[torch.Tensor] = []  # as plain decoding keeps them: handed to the processors, which may write in place
     emitted: list[int] = []
     accepted = 0
     stopped = False
-    earlier = run.recorder.scores
+    earlier = request.recorder.scores
     for k in range(len(drafts) + 1):
         raw.append(logits[k : k + 1].clone())
-        scores = run.processors.process_target(row, run.text.prefix(row, start + k), raw[-1])
+        scores = request.processors.process_target(own, run.text.prefix(row, start + k), raw[-1])
         processed.append(scores)
         is_accepted, token = _decide(run, proposal, drafts, b, k, scores)
         accepted += is_accepted
         emitted.append(token)
         run.text.write(row, [token], at=start + k)
         seen = None if earlier is None else earlier + tuple(processed)
-        stopped = run.stop_rules.stops_at(run.text.prefix(row, start + k + 1), start + k + 1, seen)
+        stopped = request.stop_rules.stops_at(run.text.prefix(row, start + k + 1), start + k + 1, seen)
         if stopped or not is_accepted:
             break
     verdict = RowVerdict(emitted, accepted, stopped)
-    if run.recorder.wants_scores:
+    if request.recorder.wants_scores:
         verdict.scores, verdict.logits = torch.cat(processed), torch.cat(raw)
     return verdict
 
@@ -110,14 +128,16 @@ def _decide(
     run: DecodingRun, proposal: Proposal | None, drafts: list[int], b: int, k: int, scores: torch.Tensor
 ) -> tuple[bool, int]:
     """Accept slot k's draft or emit the target's own token; behind the last draft there is only the latter."""
-    if not run.do_sample:
+    request = run.requests[run.rows[b]]
+    own = request.own([run.rows[b]])
+    if not request.do_sample:
         token = int(scores.argmax(-1))
         return k < len(drafts) and token == drafts[k], token
     probs = scores.softmax(-1)[:, None]
     if bool(probs[0, 0, 0].isnan()):
         raise RuntimeError(_NO_LAW)
     if k == len(drafts):
-        return False, int(torch.multinomial(probs[:, 0], 1))
+        return False, int(request.draws.tokens(own, probs[:, 0]))
     law = None if proposal is None or proposal.draft_probs is None else proposal.draft_probs[b : b + 1, k : k + 1]
     verdict = rejection_sample(
         torch.tensor([[drafts[k]]], device=run.device),
@@ -126,6 +146,7 @@ def _decide(
         probs.expand(-1, 2, -1),
         torch.ones(1, dtype=torch.long, device=run.device),
         draft_token_ids=run.vocabulary.target_ids,
+        uniforms=request.draws.uniforms(own, [1], run.device),
     )
     if int(verdict.num_accepted):
         return True, drafts[k]

@@ -14,7 +14,7 @@ from typing import Any
 from .rows import at_temperature, number, of_run, percent, sweeps, whole_runs
 
 # One entry per curve, in turn: marker, line style, grey.
-_STYLES = (("o", "-", "0.0"), ("s", "--", "0.35"), ("^", ":", "0.0"), ("D", "-.", "0.5"), ("v", "-", "0.6"))
+STYLES = (("o", "-", "0.0"), ("s", "--", "0.35"), ("^", ":", "0.0"), ("D", "-.", "0.5"), ("v", "-", "0.6"))
 _WIDTH, _HEIGHT = 4.2, 3.2  # inches of a panel
 _MOST_COLUMNS = 4
 MISSING = "Plots need matplotlib: pip install 'dspark[eval]'. Everything else is written."
@@ -38,11 +38,11 @@ def write_plots(report: dict[str, Any], folder: str | Path) -> list[str]:
     Raises:
         PlotLibraryError: matplotlib is not installed; the message says what to install.
     """
-    subplots = _subplots()
+    new = subplots()
     written = []
 
     def save(name: str, draw: Callable[[Any], Any]) -> None:
-        figure = draw(subplots)
+        figure = draw(new)
         if figure is not None:
             figure.savefig(Path(folder) / name, dpi=130)
             written.append(name)
@@ -55,8 +55,12 @@ def write_plots(report: dict[str, Any], folder: str | Path) -> list[str]:
     return written
 
 
-def _subplots() -> Callable[[int, int], tuple[Any, list[Any]]]:
-    """A function of rows and columns that makes a figure and its panels, row by row."""
+def subplots() -> Callable[[int, int], tuple[Any, list[Any]]]:
+    """A function of rows and columns that makes a figure and its panels, row by row.
+
+    Raises:
+        PlotLibraryError: matplotlib is not installed; the message says what to install.
+    """
     try:
         figures = importlib.import_module("matplotlib.figure")
         canvas = importlib.import_module("matplotlib.backends.backend_agg")
@@ -135,7 +139,7 @@ def _reliability(entry: dict[str, Any], new: Any) -> Any:
         kinds = [("raw", entry["raw"][k]), ("calibrated", (entry["calibrated"] or entry["raw"])[k])]
         panel.plot([0, 1], [0, 1], color="0.75", linewidth=1)
         for i, (kind, row) in enumerate(kinds[: 2 if entry["calibrated"] else 1]):
-            marker, line, grey = _STYLES[i]
+            marker, line, grey = STYLES[i]
             x, y = ([b[name] for b in row["bins"]] for name in ("predicted", "observed"))
             sizes = [6 + 90 * b["count"] / row["num_rounds"] for b in row["bins"]]
             label = f"{kind}: ECE {percent(row['ece'])}, AUC {number(row['auc'])}"
@@ -151,7 +155,7 @@ def _reliability(entry: dict[str, Any], new: Any) -> Any:
 
 def _curve(panel: Any, x: list[float], y: list[float], i: int, *, label: str, digits: int) -> None:
     """A curve with its values beside the points, above or below them in turn."""
-    marker, line, grey = _STYLES[i % len(_STYLES)]
+    marker, line, grey = STYLES[i % len(STYLES)]
     panel.plot(x, y, linestyle=line, marker=marker, color=grey, markersize=4, linewidth=1.2, label=label)
     for a, b in zip(x, y, strict=True):
         offset = (0, 5) if i % 2 == 0 else (0, -11)
@@ -164,4 +168,4 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "drafter"
 
 
-__all__ = ["MISSING", "PlotLibraryError", "write_plots"]
+__all__ = ["MISSING", "STYLES", "PlotLibraryError", "subplots", "write_plots"]

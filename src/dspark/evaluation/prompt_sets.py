@@ -29,11 +29,15 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
     """First turns of a prompt file, one JSON object a line: `{"turns": [text, ...]}` or `{"prompt": text}`.
 
     Raises:
-        ValueError: A line is not such an object; names file and line.
+        ValueError: A line is not such an object, or the file is not UTF-8; names file and line.
         OSError: The file cannot be read.
     """
     prompts: list[str] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    try:
+        whole = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); prompts are JSON lines.") from error
+    for number, line in enumerate(whole.split("\n"), start=1):
         if limit is not None and len(prompts) >= limit:
             break
         if not line.strip():
