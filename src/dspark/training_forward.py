@@ -81,7 +81,7 @@ def training_forward(
     """See [`DSparkDrafter.forward`]; `anchors` are the positions and which of them are real."""
     shared = drafter.shared_modules(None)
     objective = drafter.objective
-    blocks = build_blocks(input_ids, loss_mask, *anchors, drafter.config.num_draft_tokens)
+    blocks = build_blocks(input_ids, loss_mask, *anchors, objective.num_drafts or drafter.config.num_draft_tokens)
     with _backbone_gradient(objective):
         hidden = block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
     head = drafter.markov_head
@@ -168,21 +168,22 @@ def block_hidden(
 ) -> torch.Tensor:
     """Hidden states of all blocks, `[B, A, g, D]`."""
     batch, length = input_ids.shape
-    anchors, size = blocks.anchor_positions.shape[1], drafter.config.block_size
+    anchors, drafts = blocks.labels.shape[1:]
     features = drafter.project_context(target_hidden_states)
     places = torch.arange(length, device=features.device).expand(batch, -1)
     context = PlainContext(list(drafter.layers), features, drafter.rotary_emb(features, places))
+    block_ids = drafter.masked_blocks(input_ids.gather(1, blocks.anchor_positions), drafts)
+    size = block_ids.shape[-1]
     slots = torch.arange(size, device=input_ids.device)
     positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
-    block_ids = drafter.masked_blocks(input_ids.gather(1, blocks.anchor_positions))
     hidden = drafter.embed(block_ids.flatten(1), shared)
-    mask = _mask(drafter, blocks, length, hidden.dtype)
+    mask = _mask(drafter, blocks, length, size, hidden.dtype)
     hidden = drafter.run_layers(hidden, positions, context, mask).view(batch, anchors, size, -1)
     return hidden if drafter.config.sample_from_anchor else hidden[:, :, 1:]
 
 
-def _mask(drafter: DSparkDrafter, blocks: Blocks, length: int, dtype: torch.dtype) -> Any:
-    attention, size = drafter.config._attn_implementation, drafter.config.block_size
+def _mask(drafter: DSparkDrafter, blocks: Blocks, length: int, size: int, dtype: torch.dtype) -> Any:
+    attention = drafter.config._attn_implementation
     if attention == "flex_attention":
         return flex_block_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)
     if attention not in ("sdpa", "eager"):

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from dspark import SpeculationConfig
 from dspark.cli import app
+from dspark.decoding.curve import curve_key
 from dspark.evaluation import profile as module
-from dspark.evaluation.profile import curve_key, profile_pair
+from dspark.evaluation.profile import profile_pair
 from dspark.scheduling import ThroughputCurve
 from tests.cli.test_commands import pair  # noqa: F401 - a fixture
 from tests.decoding.pair import hostile

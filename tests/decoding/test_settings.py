@@ -7,6 +7,7 @@ not strict, an option read from the wrong place or dropped without a word.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from dspark import DSparkDrafter, SpeculationConfig
-from dspark.decoding import confidence
+from dspark.decoding import confidence, curve
 from dspark.decoding.arguments import call_settings
 from dspark.decoding.confidence import Confidence
 from dspark.decoding.schedule import schedule
@@ -89,10 +90,11 @@ def test_a_capped_proposal_is_a_prefix_of_the_full_block(cap: int) -> None:
 # --- the thresholds --------------------------------------------------------------------------------------------------
 
 
-def fake_run(settings: SpeculationConfig, eos: Any = ()) -> Any:
+def fake_run(settings: SpeculationConfig, eos: Any = (), rows: int = 1) -> Any:
     first_eos = lambda tokens: next((i for i, token in enumerate(tokens) if token in eos), None)  # noqa: E731
     stop_rules = SimpleNamespace(first_eos=first_eos)
-    return SimpleNamespace(settings=settings, policy=settings.new_policy(), stop_rules=stop_rules)
+    requests = dict.fromkeys(range(rows), SimpleNamespace(stop_rules=stop_rules))
+    return SimpleNamespace(settings=settings, policy=settings.new_policy(), rows=list(range(rows)), requests=requests)
 
 
 def proposal_of(*rows: list[int]) -> Proposal:
@@ -127,7 +129,7 @@ def test_rows_are_cut_on_their_own_and_behind_an_eos() -> None:
     tokens = [11, 12, 13, 14, 15]
     scores = confidence_of([0.9, 0.4, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9, 0.4], [0.9] * 5)
     scheduled = schedule(
-        fake_run(SpeculationConfig(assistant_confidence_threshold=0.5), eos={13}),
+        fake_run(SpeculationConfig(assistant_confidence_threshold=0.5), eos={13}, rows=3),
         proposal_of(tokens, tokens[::-1], tokens), scores, [5, 5, 2],
     )  # fmt: skip
     assert scheduled == [[11], [15, 14, 13], [11, 12]]
@@ -374,3 +376,15 @@ def test_without_a_confidence_head_policies_go_by_past_rounds() -> None:
     for policy in ("scheduled", "async", "auto"):
         assert run(drafter, policy=policy) == distinct()[1][: PROMPT + COUNT]
         assert "how recent rounds went" in drafter.last_stats.fallback_reason
+
+
+def test_a_curve_measured_on_something_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(curve.logger, "warning_once", warned.append)
+    key = curve.curve_key(target(), "it")
+    for dtype in ("float16", key.dtype):
+        known = ThroughputCurve(replace(key, dtype=dtype))
+        known.learn(1, 0.1)
+        run(oracle(), policy="scheduled", throughput_curve=known)
+    assert len(warned) == 1
+    assert "dtype: float16, float32" in warned[0]

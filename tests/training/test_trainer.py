@@ -6,11 +6,15 @@ step, features of other layers or shifted by one, padding that leaks into a loss
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from dspark import DSparkDrafter
+from dspark.context_cache import ContextCache
+from dspark.objective import build_blocks
 from dspark.training import FeatureDataset, expected_accepted_length, write_features
 from dspark.training.trainer import DSparkTrainer
+from dspark.training_forward import block_hidden
 
 from . import tiny
 
@@ -196,3 +200,50 @@ def test_tau_in_the_log_is_the_mean_over_supervised_anchors(tmp_path) -> None:
     torch.testing.assert_close(log["tau"], float(expected), rtol=1e-5, atol=1e-5)
     live = seen[0].supervised[..., 1]
     torch.testing.assert_close(log["acceptance_2"], float(seen[0].acceptance[..., 1][live].mean()))
+
+
+def test_block_widths_take_turns_and_cost_alike(tmp_path) -> None:
+    target = tiny.llama()
+    drafter = tiny.drafter_for(target)
+    data = tiny.answers(tmp_path, shortest=40, longest=50)
+    made = tiny.trainer(
+        tmp_path / "run", drafter, target, data, {"eval_dataset": data}, block_widths=[1, 4, 2], num_anchors=3
+    )
+    seen = []
+    forward = drafter.forward
+
+    def spy(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        seen.append((drafter.objective.num_drafts, output.supervised.shape[1:]))
+        return output
+
+    drafter.forward = spy
+    made.train()
+    assert [each for each in seen if each[0]] == [(1, (12, 1)), (4, (3, 4)), (2, (6, 2))] * 2
+    seen.clear()
+    metrics = made.evaluate()
+    assert {width for width, _ in seen} == {None}
+    assert all(shape[1] == 4 for _, shape in seen)
+    assert any("acceptance_4" in name for name in metrics)
+    for wrong in ([0], [5], [2, -1]):
+        with pytest.raises(ValueError, match="block_widths"):
+            tiny.trainer(tmp_path / "other", tiny.drafter_for(target), target, data, block_widths=wrong)
+
+
+def test_a_narrow_training_block_is_the_narrow_block_of_decoding(tmp_path) -> None:
+    target = tiny.llama()
+    drafter = tiny.drafter_for(target)
+    drafter.share_with(target)
+    ids = torch.randint(3, tiny.VOCAB - 1, (1, 30), generator=torch.Generator().manual_seed(0))
+    states = torch.randn(1, 30, drafter.config.context_width, generator=torch.Generator().manual_seed(1))
+    anchors = torch.tensor([[9, 17]])
+    shared = drafter.shared_modules(target)
+    for width in (1, 2, 3, 4):
+        blocks = build_blocks(ids, torch.ones_like(ids), anchors, torch.ones_like(anchors).bool(), width)
+        with torch.no_grad():
+            trained = block_hidden(drafter, ids, states, blocks, shared)
+            for n, anchor in enumerate(anchors[0].tolist()):
+                cache = ContextCache(len(drafter.layers), [0])
+                drafter.extend_context(cache, drafter.project_context(states[:, :anchor]))
+                drafted = drafter.draft_block(ids[:, anchor], cache, shared, width).hidden
+                torch.testing.assert_close(trained[:, n], drafted, atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ from transformers import TextStreamer
 
 from ..cpu import optimize_for_cpu
 from ..evaluation import chat_ids
+from ..speculation import SpeculationConfig
 from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, parse_dtype, print_json
 
 
@@ -25,6 +26,9 @@ def generate(
         float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")
     ] = 0.0,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
+    policy: Annotated[
+        str, typer.Option(help="Who decides how much is verified: fixed, threshold, scheduled, async, auto.")
+    ] = "threshold",
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
@@ -42,6 +46,7 @@ def generate(
     Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
     """
     with bad_input_exits():
+        settings = SpeculationConfig(policy, assistant_confidence_threshold=threshold)  # type: ignore[arg-type]
         device = chosen_device(device)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))
@@ -59,7 +64,7 @@ def generate(
             ids,
             assistant_model=draft,
             max_new_tokens=max_new_tokens,
-            assistant_confidence_threshold=threshold,
+            speculation=settings,
             return_dict_in_generate=True,
             streamer=None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             tokenizer=tokenizer,

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from ..cpu import packed
-from ..evaluation.profile import curve_key, profile_pair
+from ..decoding.curve import curve_key
+from ..evaluation.profile import profile_pair
 from ..evaluation.provenance import public_name
 from ..scheduling import ThroughputCurve
 from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json

@@ -46,6 +46,7 @@ def train(
     decay: opt.Decay = 4.0,
     confidence_detach: opt.ConfidenceDetach = False,
     anchors: opt.Anchors = 512,
+    block_widths: opt.BlockWidths = [],  # noqa: B006 - typer reads it, nothing changes it
     lr: opt.Lr = 6e-4,
     warmup: opt.Warmup = 0.04,
     schedule: opt.Schedule = "cosine",
@@ -189,6 +190,7 @@ def _config(options: dict[str, Any]) -> Any:
     return TrainingConfig(
         output_dir=str(checkpoint_folder(options["out"] or Path("features"))),
         num_anchors=options["anchors"],
+        block_widths=list(options["block_widths"]),
         learning_rate=options["lr"],
         warmup_steps=options["warmup"],
         lr_scheduler_type=options["schedule"],

@@ -157,6 +157,15 @@ Precision = Annotated[
     _in(_STEPS, "fp32, bf16 (autocast over float32 weights), or auto: bf16 on a GPU that has it."),
 ]
 Workers = Annotated[int, _in(_STEPS, "Processes that read data.")]
+BlockWidths = Annotated[
+    list[int],
+    _in(
+        _LOSS,
+        "Drafts of a step's blocks, one width per step in turn (repeat); narrower blocks are drawn more often, so "
+        "that steps cost alike. Default: whole blocks.",
+        "--block-width",
+    ),
+]
 Seed = Annotated[int, _in(_STEPS, "Of weights, order and anchors.")]
 EvalPrompts = Annotated[
     Path | None,

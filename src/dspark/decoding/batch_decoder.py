@@ -29,6 +29,7 @@ from .arguments import as_drafter, bind_stop_strings, check_arguments, check_mod
 from .capture import HiddenStateCapture
 from .commit import drop_finished
 from .context import extend_context
+from .curve import warn_of_another_curve
 from .draws import Draws
 from .inputs import PER_ROW
 from .loop import commit_first, decode_round
@@ -135,6 +136,7 @@ class BatchDecoder:
         self.max_cached_tokens = max_cached_tokens
         require_pair(target, found, tokenizer=tokenizer)
         settings = found.speculation if speculation is None else speculation
+        warn_of_another_curve(target, settings.throughput_curve)
         self.stats = SpeculationStats()
         self._capture = HiddenStateCapture(target, found.config.target_layer_ids or [])
         self._run = DecodingRun(

@@ -29,6 +29,7 @@ from ..stats import SpeculationStats
 from ..target import logit_rows
 from .arguments import bind_stop_strings, call_settings, check_arguments, check_mode, drafter_of
 from .capture import HiddenStateCapture
+from .curve import warn_of_another_curve
 from .draws import Draws, check_generators
 from .loop import decode
 from .processors import Processors
@@ -183,6 +184,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
         batch_size=batch,
         is_callers=has_callers_cache,
     )
+    warn_of_another_curve(target, settings.throughput_curve)
     policy = drafter.take_policy(target, settings)
     request = Request(
         processors=Processors(logits_processor, num_rows=batch),

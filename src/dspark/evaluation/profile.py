@@ -25,18 +25,6 @@ BEFORE_VERIFYING = ("context", "draft", "propose", "confidence", "schedule")
 _ROUNDS = 3  # rounds a timed call of the drafter's side must have at least, whatever is accepted
 
 
-def curve_key(target: PreTrainedModel, name: str) -> CurveKey:
-    """What times of this target in its present state belong to; `name` is its public name."""
-    device = target.device
-    return CurveKey(
-        model=name,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        dtype=str(target.dtype).removeprefix("torch."),
-        attention=str(getattr(target.config, "_attn_implementation", None)),
-        threads=torch.get_num_threads(),
-    )
-
-
 def profile_pair(  # noqa: PLR0913 - what is measured, and how
     target: PreTrainedModel,
     drafter: DSparkDrafter,
@@ -147,4 +135,4 @@ def _check(target: PreTrainedModel, token_counts: Sequence[int], contexts: Seque
         )
 
 
-__all__ = ["curve_key", "profile_pair"]
+__all__ = ["profile_pair"]

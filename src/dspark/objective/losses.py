@@ -27,6 +27,8 @@ class Objective:
         decay: Positions k = 0, 1, ... weigh `exp(-k / decay)`; None: all weigh 1. The reference's block-7 recipes use
             4.0, the paper the block size.
         num_anchors: Most blocks drawn per sequence.
+        num_drafts: Drafts of a block, at least 1; None: all that the drafter gives. Narrower blocks teach it the
+            widths that the `auto` policy runs.
         detach_confidence: Whether the confidence loss leaves the backbone alone (the reference: no).
         heads_only: Whether only the sequential and confidence heads learn; the backbone then runs without gradient.
         chunk_size: Block positions whose vocabulary-wide tensors exist at a time; None: all of them, and the training
@@ -41,6 +43,7 @@ class Objective:
     detach_confidence: bool = False
     heads_only: bool = False
     chunk_size: int | None = 256
+    num_drafts: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.ce, self.l1, self.confidence) < 0 or not (self.ce or self.l1 or self.confidence):
@@ -52,6 +55,8 @@ class Objective:
             raise ValueError(f"`decay` must be positive or None, got {self.decay}.")
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` must be at least 1, got {self.num_anchors}.")
+        if self.num_drafts is not None and self.num_drafts < 1:
+            raise ValueError(f"`num_drafts` must be at least 1 or None, got {self.num_drafts}.")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1 or None, got {self.chunk_size}.")
 

@@ -1,4 +1,4 @@
-"""How much to draft and verify: Algorithm 1, step-time curves, policies. Pure: torch and the standard library only.
+"""How much to draft and verify: Algorithm 1, step-time curves, policies. Pure: torch and numpy only.
 
 Terms as everywhere: survival a_k is the chance that draft k and all before it are accepted; a round runs the target
 over `sum(1 + verify length)` tokens of all live rows.

@@ -5,8 +5,6 @@ The widths do not depend on any score, so a round that explores is as lossless a
 
 from __future__ import annotations
 
-import math
-
 from .policy import RoundObservation
 from .samples import BELIEVED
 from .throughput import ThroughputCurve
@@ -25,6 +23,7 @@ class Exploration:
     def __init__(self, curve: ThroughputCurve) -> None:
         self.curve = curve
         self._tries: dict[int, int] = {}
+        self._was_young = True
 
     def width(self, rows: int, most: int) -> int | None:
         """Drafts per row to verify this round, whatever the scores say; None when enough is known.
@@ -34,7 +33,7 @@ class Exploration:
         """
         if self._tries.get(rows, 0) >= _MOST_ROUNDS:
             return None
-        is_young = sum(self._seen(n) for n in self.curve.token_counts()) < _MOST_ROUNDS
+        is_young = self._is_young()
         widths = dict.fromkeys((most, 0, most // 2))
         missing = [width for width in widths if self._is_missing(rows * (1 + width), is_young=is_young)]
         if not missing:
@@ -42,8 +41,14 @@ class Exploration:
         self._tries[rows] = self._tries.get(rows, 0) + 1
         return min(missing, key=lambda width: self._near(rows * (1 + width)))
 
+    def _is_young(self) -> bool:
+        """Whether the curve has few samples in all; once it has enough, it keeps enough."""
+        if self._was_young:
+            self._was_young = sum(self._seen(n) for n in self.curve.token_counts()) < _MOST_ROUNDS
+        return self._was_young
+
     def _is_missing(self, tokens: int, *, is_young: bool) -> bool:
-        return self.curve.uncertainty(tokens) == math.inf or (is_young and self._near(tokens) < BELIEVED)
+        return not self.curve.has_near(tokens) or (is_young and self._near(tokens) < BELIEVED)
 
     def _near(self, tokens: int) -> int:
         counts = self.curve.token_counts()

@@ -85,8 +85,8 @@ class ScheduledPolicy(VerifyPolicy):
         """Learn the curve where none was given, and how far blocks get."""
         if self._exploration is not None:
             learn_round(self.curve, observation)
-        if observation.slots:
-            self.record.observe(observation.verified, observation.accepted, observation.survival)
+        if observation.slots and observation.survival is None:  # scores need no past rounds to stand in for them
+            self.record.observe(observation.verified, observation.accepted, None)
 
     def _decide(self, scores: torch.Tensor | None, limits: Sequence[int]) -> list[int] | None:
         """Lengths; None: nothing to decide by."""

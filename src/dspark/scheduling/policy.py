@@ -27,7 +27,7 @@ class RoundObservation:
         verify_seconds: The target's forward and what follows it.
         verified: Drafts verified per row.
         accepted: Drafts accepted per row.
-        survival: Per row, of the drafted slots, as given to `lengths`; None without scores.
+        survival: Per row, of the drafted slots, as given to `lengths`, nested or a CPU tensor; None without scores.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class RoundObservation:
     verify_seconds: float
     verified: Sequence[int]
     accepted: Sequence[int]
-    survival: Sequence[Sequence[float]] | None
+    survival: Sequence[Sequence[float]] | torch.Tensor | None
 
 
 class VerifyPolicy:

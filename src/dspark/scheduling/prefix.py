@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol, TypeAlias, TypeGuard, cast
 
+import numpy as np
 import torch
 
 _RISE = 1e-5  # a parallel scan multiplies in any order, so a product of confidences may rise by rounding
@@ -65,13 +67,13 @@ def prefix_schedule(
     rows = survival.shape[0]
     if rows == 0:
         return torch.zeros(0, dtype=torch.long, device=survival.device)
-    expected = torch.cat([ranked.new_tensor([float(rows)]), ranked]).cumsum(0)  # [N + 1]
+    expected = _expected(ranked, rows)  # [N + 1]
     if early_stop and not _takes_counts(steps_per_second):
         admitted = _first_fall(expected.tolist(), rows, cast(Callable[[int], float], steps_per_second))
     else:
-        throughput = expected * speeds(steps_per_second, rows, len(ranked))
+        throughput = expected * _speeds(steps_per_second, rows, len(ranked))
         admitted = _leading(throughput[1:] > throughput[:-1]) if early_stop else int(throughput.argmax())
-    return _lengths(row_of, admitted, rows).to(survival.device)
+    return _lengths(row_of, admitted, survival)
 
 
 def foresighted_schedule(
@@ -107,16 +109,20 @@ def foresighted_schedule(
         return torch.zeros(rows, dtype=torch.long, device=survival.device)
     # How many candidates there could be. Not how many have survival above 0: that looks at slots not yet reached.
     total = rows * slots if limits is None else int(_limits(limits, rows, slots).sum())
-    profile = torch.tensor(usual, dtype=torch.float64).repeat_interleave(rows)[:total]
-    profile_sum = torch.cat([profile.new_zeros(1), profile.cumsum(0)])  # [total + 1]
-    speed = speeds(steps_per_second, rows, total)
-    expected = torch.cat([ranked.new_tensor([float(rows)]), ranked]).cumsum(0)[:-1]  # before each candidate, [N]
-    at = torch.arange(len(ranked))
-    ends = torch.cat([(at + 1)[:, None], _ends(total).expand(len(ranked), -1)], dim=1)  # [N, E]
-    scale = ranked / profile[at]
-    hoped = (expected[:, None] + scale[:, None] * (profile_sum[ends] - profile_sum[at][:, None])) * speed[ends]
-    hoped = hoped.masked_fill(ends <= at[:, None], 0.0).amax(1)
-    return _lengths(row_of, _leading(hoped > expected * speed[at]), rows).to(survival.device)
+    profile = np.repeat(np.asarray(usual, np.float64), rows)[:total]
+    profile_sum = _expected(profile, 0)  # [total + 1]
+    speed = _speeds(steps_per_second, rows, total)
+    count = len(ranked)
+    expected = _expected(ranked, rows)[:-1]  # before each candidate, [N]
+    scale = ranked / profile[:count]
+    to_beat = expected * speed[:count]
+    hoped = (expected + scale * (profile_sum[1 : count + 1] - profile_sum[:count])) * speed[1 : count + 1]
+    rises = hoped > to_beat
+    # Only a candidate that does not pay by itself needs what comes behind it.
+    at, ends = np.flatnonzero(~rises)[:, None], _ends(total)  # [F, 1], [E]
+    hoped = (expected[at] + scale[at] * (profile_sum[ends] - profile_sum[at])) * speed[ends]
+    rises[at[:, 0]] = ((hoped > to_beat[at]) & (ends > at)).any(1)
+    return _lengths(row_of, _leading(rises), survival)
 
 
 def ranked_prefixes(
@@ -140,10 +146,15 @@ def ranked_prefixes(
     if capacity < 0:
         raise ValueError(f"`capacity` must be at least 0 drafts, got {capacity}.")
     _, row_of = _ranked(survival, limits)
-    return _lengths(row_of, capacity, survival.shape[0]).to(survival.device)
+    return _lengths(row_of, capacity, survival)
 
 
-def speeds(steps_per_second: Speed, rows: int, count: int) -> torch.Tensor:
+def _expected(values: np.ndarray, start: float) -> np.ndarray:
+    """`start` and what it grows to with each of the values, float64 `[N + 1]`."""
+    return np.concatenate([[start], values]).cumsum()
+
+
+def _speeds(steps_per_second: Speed, rows: int, count: int) -> np.ndarray:
     """Steps per second with 0 to `count` drafts verified over `rows` rows, float64 `[count + 1]`.
 
     Raises:
@@ -151,14 +162,13 @@ def speeds(steps_per_second: Speed, rows: int, count: int) -> torch.Tensor:
     """
     tokens = torch.arange(rows, rows + count + 1)
     if _takes_counts(steps_per_second):
-        values = steps_per_second.at_counts(tokens).double()
+        values = steps_per_second.at_counts(tokens).double().numpy()
     else:
         speed = cast(Callable[[int], float], steps_per_second)
-        values = torch.tensor([float(speed(n)) for n in tokens.tolist()], dtype=torch.float64)
-    least, most = values.aminmax()  # NaN if any is
-    if least > 0 and most < math.inf:
+        values = np.array([float(speed(n)) for n in tokens.tolist()])
+    if values.min() > 0 and values.max() < math.inf:  # both NaN if any is
         return values
-    worst = int((~((values > 0) & values.isfinite())).long().argmax())
+    worst = int((~((values > 0) & np.isfinite(values))).argmax())
     raise _bad_speed(int(tokens[worst]), float(values[worst]))
 
 
@@ -186,65 +196,64 @@ def _first_fall(expected: list[float], rows: int, steps_per_second: Callable[[in
     return len(expected) - 1
 
 
-def _leading(rises: torch.Tensor) -> int:
+def _leading(rises: np.ndarray) -> int:
     """Length of the leading run of True, `[N]`."""
-    return int(rises.long().cumprod(0).sum())
+    return len(rises) if rises.all() else int(rises.argmin())
 
 
-def _lengths(row_of: torch.Tensor, admitted: int, rows: int) -> torch.Tensor:
-    return torch.bincount(row_of[:admitted], minlength=rows)
+def _lengths(row_of: np.ndarray, admitted: int, survival: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.bincount(row_of[:admitted], minlength=len(survival))).to(survival.device)
 
 
-def _ends(total: int) -> torch.Tensor:
+@lru_cache
+def _ends(total: int) -> np.ndarray:
     """Prefix lengths that a schedule may aim at."""
     if total <= _ALL_ENDS:
-        return torch.arange(1, total + 1)
-    return torch.logspace(0, math.log10(total), _ALL_ENDS, dtype=torch.float64).round().long()
+        return np.arange(1, total + 1)
+    return torch.logspace(0, math.log10(total), _ALL_ENDS, dtype=torch.float64).round().long().numpy()
 
 
-def _ranked(survival: torch.Tensor, limits: Sequence[int] | torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates in order: their survival, float64 `[N]`, and their rows, int64 `[N]`, both on the CPU."""
+def _ranked(survival: torch.Tensor, limits: Sequence[int] | torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates in order: their survival, float64 `[N]`, and their rows, int64 `[N]`."""
     values = _checked(survival)
-    rows, slots = values.shape
-    flat = values.T.reshape(-1)  # slot by slot: a stable sort then breaks ties by slot, then by row
+    slots, rows = values.shape
     if limits is not None:
-        allowed = torch.arange(slots)[:, None] < _limits(limits, rows, slots)
-        flat = flat.where(allowed.reshape(-1), 0.0)
-    ranked, order = flat.sort(descending=True, stable=True)
-    count = int((ranked > 0).sum())
-    return ranked[:count], order[:count] % max(rows, 1)
+        values = np.where(np.arange(slots)[:, None] < _limits(limits, rows, slots), values, 0.0)
+    flat = values.reshape(-1)  # slot by slot: a stable sort then breaks ties by slot, then by row
+    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    return flat[order], order % max(rows, 1)
 
 
-def _checked(survival: torch.Tensor) -> torch.Tensor:
-    """Survival as float64 on the CPU, free of rises by rounding."""
+def _checked(survival: torch.Tensor) -> np.ndarray:
+    """Survival slot by slot, float64 `[g, R]`, free of rises by rounding."""
     if not isinstance(survival, torch.Tensor) or survival.dim() != 2 or not survival.is_floating_point():
         found = (
             f"{survival.dtype} of shape {tuple(survival.shape)}" if isinstance(survival, torch.Tensor) else survival
         )
         raise ValueError(f"`survival` must be a floating tensor of shape [rows, slots], got {found}.")
-    values = survival.detach().to("cpu", torch.float64)
-    if values.numel() == 0:
+    values = np.ascontiguousarray(survival.detach().to("cpu", torch.float64).numpy().T)
+    if values.size == 0:
         return values
-    least, most = values.aminmax()  # NaN if any is
-    if not (least >= 0 and most <= 1):
+    if not (values.min() >= 0 and values.max() <= 1):  # both NaN if any is
         bad = values[~((values >= 0) & (values <= 1))][0]
         raise ValueError(f"`survival` must lie in [0, 1], got {float(bad)}. It is a product of confidences.")
-    lowest = values.cummin(1).values
+    lowest = np.minimum.accumulate(values)
     if (values - lowest).max() > _RISE:
-        row = int((values - lowest > _RISE).any(1).long().argmax())
+        row = int((values - lowest > _RISE).any(0).argmax())
+        found = [round(v, 4) for v in values[:, row].tolist()]
         raise ValueError(
-            f"`survival` must never rise along a row, got {[round(v, 4) for v in values[row].tolist()]} in row {row}. "
+            f"`survival` must never rise along a row, got {found} in row {row}. "
             "Pass the running product of confidences, not the confidences."
         )
     return lowest
 
 
-def _limits(limits: Sequence[int] | torch.Tensor, rows: int, slots: int) -> torch.Tensor:
+def _limits(limits: Sequence[int] | torch.Tensor, rows: int, slots: int) -> np.ndarray:
     """Most drafts per row, int64 `[R]`, 0 to g."""
-    values = torch.as_tensor(limits, dtype=torch.long, device="cpu")
-    if values.shape != (rows,) or bool((values < 0).any()):
+    values = np.asarray(limits.cpu() if isinstance(limits, torch.Tensor) else limits, np.int64)
+    if values.shape != (rows,) or values.min(initial=0) < 0:
         raise ValueError(f"`limits` must hold one number of at least 0 per row ({rows}), got {values.tolist()}.")
-    return values.clamp(max=slots)
+    return np.minimum(values, slots)
 
 
-__all__ = ["Speed", "SpeedOfCounts", "foresighted_schedule", "prefix_schedule", "ranked_prefixes", "speeds"]
+__all__ = ["Speed", "SpeedOfCounts", "foresighted_schedule", "prefix_schedule", "ranked_prefixes"]

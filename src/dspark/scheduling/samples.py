@@ -7,9 +7,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-import torch
+import numpy as np
+from numpy.typing import ArrayLike
 
 WINDOW = 15  # recent samples of one kind: the median forgets a warm-up at once and follows drift within a dozen rounds
 BELIEVED = 3  # samples from which on a median has outvoted one outlier
@@ -58,11 +59,9 @@ def believed_seconds(samples: Sequence[Samples]) -> list[float]:
 
     Otherwise a count whose only timing was a hiccup would look like a cliff, never be chosen and never be corrected.
     """
-    values, least = [], float("inf")
-    for one in reversed(samples):
-        values.append(one.median if len(one) >= BELIEVED else min(one.median, least))
-        least = min(least, values[-1])
-    return values[::-1]
+    medians = np.array([one.median for one in samples])
+    least = np.minimum.accumulate(medians[::-1])[::-1]  # of a count and all after it
+    return np.where([len(one) >= BELIEVED for one in samples], medians, least).tolist()
 
 
 def envelope(seconds: Sequence[float]) -> list[float]:
@@ -83,29 +82,37 @@ class Line:
     """
 
     def __init__(self, places: Sequence[float], values: Sequence[float]) -> None:
-        self.places = list(places)
-        self.values = list(values)
-        points = list(zip(self.places, self.values, strict=True))
-        self.slopes = [(d - b) / (c - a) for (a, b), (c, d) in pairwise(points)]
-        (x, y), last = points[max(bisect_right(self.places, places[-1] / 2) - 1, 0)], points[-1]
-        self.slopes.append(max((last[1] - y) / (last[0] - x), 0.0) if last[0] > x else 0.0)
+        self.places = places
+        self.values = values
 
     def at(self, place: float) -> float:
         """Value at one place."""
-        left = max(bisect_right(self.places, place) - 1, 0)
-        value = self.values[left] + self.slopes[left] * (place - self.places[left])
-        return value if place >= self.places[0] else min(max(value, self.values[0] / 2), self.values[0])
+        x, y = self.places, self.values
+        left = max(bisect_right(x, place) - 1, 0)
+        is_last = left == len(x) - 1
+        slope = self._last_slope if is_last else (y[left + 1] - y[left]) / (x[left + 1] - x[left])
+        value = y[left] + slope * (place - x[left])
+        return value if place >= x[0] else min(max(value, y[0] / 2), y[0])
 
-    def at_many(self, places: torch.Tensor) -> torch.Tensor:
+    def at_many(self, places: ArrayLike) -> np.ndarray:
         """Values at `places [n]`, float64 `[n]`."""
-        x, y, slopes = self._tensors
-        left = (torch.searchsorted(x, places.double(), right=True) - 1).clamp_(min=0)
-        values = y[left] + slopes[left] * (places - x[left])
-        return values.where(places >= x[0], values.clamp(y[0] / 2, y[0]))
+        x, y, slopes = self._arrays
+        at = np.asarray(places, np.float64)
+        left = np.maximum(x.searchsorted(at, side="right") - 1, 0)
+        values = y[left] + slopes[left] * (at - x[left])
+        return np.where(at >= x[0], values, np.clip(values, y[0] / 2, y[0]))
 
     @cached_property
-    def _tensors(self) -> torch.Tensor:
-        return torch.tensor([self.places, self.values, self.slopes], dtype=torch.float64)
+    def _last_slope(self) -> float:
+        x, y = self.places, self.values
+        left = max(bisect_right(x, x[-1] / 2) - 1, 0)
+        return max((y[-1] - y[left]) / (x[-1] - x[left]), 0.0) if x[-1] > x[left] else 0.0
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Places, values and the slopes behind each."""
+        x, y = np.array(self.places, np.float64), np.array(self.values, np.float64)
+        return x, y, np.append(np.diff(y) / np.diff(x), self._last_slope)
 
 
 __all__ = ["BELIEVED", "WINDOW", "Line", "Samples", "believed_seconds", "envelope"]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .curve_file import CurveKey, Document, read, write
@@ -77,15 +79,15 @@ class ThroughputCurve:
         Raises:
             ValueError: Nothing was measured, or a count below 1.
         """
-        counts = tokens if isinstance(tokens, int) else torch.as_tensor(tokens)
-        least = counts if isinstance(counts, int) else min(counts.tolist(), default=1)
+        counts = tokens if isinstance(tokens, int) else np.asarray(tokens)
+        least = counts if isinstance(counts, int) else int(counts.min(initial=1))
         if least < 1:
             raise ValueError(f"`tokens` must be at least 1 (each row runs its anchor), got {least}.")
         if not self._target:
             raise ValueError("The curve is empty: profile it (`dspark profile`), or give `learn` some rounds first.")
         if context is None or len(self._target) == 1:
             line = self._line(self._context(None))
-            return line.at(counts) if isinstance(counts, int) else line.at_many(counts)
+            return line.at(counts) if isinstance(counts, int) else torch.from_numpy(line.at_many(counts))
         if isinstance(counts, int):
             return Line(self.contexts, [self._line(each).at(counts) for each in self.contexts]).at(context)
         return torch.tensor([self.seconds(n, context) for n in counts.tolist()], dtype=torch.float64)
@@ -126,6 +128,14 @@ class ThroughputCurve:
         above = min((n for n in table if tokens < n <= 2 * tokens), default=None)
         return max((table[n].relative_error for n in (below, above) if n is not None), default=math.inf)
 
+    def has_near(self, tokens: int, context: int | None = None) -> bool:
+        """Whether a count within a factor of two was measured, so that `uncertainty(tokens)` is finite."""
+        if not self._target.get(self._context(context)):
+            return False
+        counts = self._line(self._context(context)).places
+        first = bisect_left(counts, tokens / 2)
+        return first < len(counts) and counts[first] <= 2 * tokens
+
     # --- learning -------------------------------------------------------------------------------------------------
 
     def learn(self, tokens: int, seconds: float, context: int | None = None) -> None:
@@ -154,9 +164,12 @@ class ThroughputCurve:
         table = self._draft
         table[rows] = table.pop(rows, {})
         table[rows].setdefault(slots, Samples()).add(seconds)
-        self._draft_lines.clear()
+        self._draft_lines.pop((rows, slots == 0), None)
         if len(table) > _MOST_COUNTS:
-            del table[next(iter(table))]
+            oldest = next(iter(table))
+            del table[oldest]
+            self._draft_lines.pop((oldest, True), None)
+            self._draft_lines.pop((oldest, False), None)
 
     @classmethod
     def profile(

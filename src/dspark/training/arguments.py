@@ -26,6 +26,8 @@ class TrainingConfig(TrainingArguments):
         ce, l1, confidence: Weights of the loss terms; see [`Objective`].
         decay: Loss weight of draft position k = 0, 1, ... is `exp(-k / decay)`; 0: all weigh 1.
         num_anchors: Most blocks drawn per sequence and step.
+        block_widths: Drafts of a step's blocks, one width per step in turn; empty: whole blocks. Steps of narrower
+            blocks draw more of them, so that all steps cost alike.
         detach_confidence: Keep the confidence loss out of the backbone (the reference does not).
         decay_share: With the schedule `"warmup_stable_decay"`: the last share of all steps, in which the rate falls.
         head_only_steps: In the first so many steps only the sequential and confidence heads learn.
@@ -50,6 +52,7 @@ class TrainingConfig(TrainingArguments):
     confidence: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
     decay: float = field(default=4.0, metadata={"help": "Decay length of the loss along a block; 0: none."})
     num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence and step."})
+    block_widths: list[int] = field(default_factory=list, metadata={"help": "Drafts per block, in turn by step."})
     detach_confidence: bool = field(default=False, metadata={"help": "Keep the confidence loss out of the backbone."})
     decay_share: float = field(
         default=0.2, metadata={"help": "Share of the steps in which warmup_stable_decay falls."}
@@ -104,6 +107,9 @@ def check_settings(args: TrainingConfig, drafter: DSparkDrafter, *, has_evaluati
             f"`head_only_steps` {args.head_only_steps} trains the sequential and confidence heads alone, and this "
             "drafter has none with a loss. Set it to 0."
         )
+    most = drafter.config.num_draft_tokens
+    if bad := [width for width in args.block_widths if not 1 <= width <= most]:
+        raise ValueError(f"`block_widths` must lie in 1..{most}, the drafts of a whole block, got {bad[0]}.")
     if args.keep_best and not has_evaluation:
         raise ValueError(
             "`keep_best` needs something to evaluate: prompts to decode (--eval-prompts) or held-out sequences "

@@ -54,6 +54,8 @@ class TrainingMeter:
         acceptance = torch.zeros_like(supervised, dtype=torch.float32)
         if output.acceptance is not None:
             acceptance = output.acceptance.flatten(0, -2)
+        narrower = (0, self.positions - supervised.shape[1])  # blocks of fewer drafts
+        supervised, acceptance = (torch.nn.functional.pad(each, narrower) for each in (supervised, acceptance))
         has_law = blocks.sum() if output.acceptance is not None else blocks.sum() * 0
         lengths = (expected_accepted_length(acceptance, supervised) * blocks).sum()
         scalars = torch.stack([*terms, weight, has_law.float(), lengths])

@@ -153,13 +153,17 @@ class DSparkTrainer(Trainer):
         """The batches of one optimizer step, with their anchors, and the step's total loss weight over all devices."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         step, total = self.state.global_step, torch.zeros((), device=device)
-        self.drafter.objective = replace(self.drafter.objective, heads_only=step < self.args.head_only_steps)
+        widths, most = self.args.block_widths, self.drafter.config.num_draft_tokens
+        width = widths[step % len(widths)] if widths else most
+        self.drafter.objective = replace(
+            self.drafter.objective, heads_only=step < self.args.head_only_steps, num_drafts=width if widths else None
+        )
         for number, batch in enumerate(batches):
             first = (number * self.args.world_size + self.args.process_index) * self.args.train_batch_size
             if self.args.world_size > 1 and isinstance(self.train_dataset, Sized):
                 leave_out_copies(batch, self._rows_before(step) + first, len(self.train_dataset))
-            self._add_anchors(batch, step, first)
-            total += loss_weight(batch, self.drafter.config.num_draft_tokens, self.args.objective).to(device)
+            self._add_anchors(batch, step, first, self.args.num_anchors * most // width)
+            total += loss_weight(batch, width, self.args.objective).to(device)
         # A step without a single anchor has loss 0, not 0 / 0.
         return batches, self._add_up(total).clamp(min=1e-6)
 
@@ -171,8 +175,8 @@ class DSparkTrainer(Trainer):
         steps = -(-passes // args.gradient_accumulation_steps)
         return step % steps * args.gradient_accumulation_steps * rows
 
-    def _add_anchors(self, batch: dict[str, torch.Tensor], step: int, first: int) -> None:
-        add_anchors(batch, self.args.num_anchors, self.args.seed, step, first)
+    def _add_anchors(self, batch: dict[str, torch.Tensor], step: int, first: int, count: int | None = None) -> None:
+        add_anchors(batch, count or self.args.num_anchors, self.args.seed, step, first)
 
     def _add_evaluation_anchors(self, batch: dict[str, torch.Tensor]) -> None:
         """Always the same anchors for a sequence of the evaluation data."""
@@ -237,6 +241,8 @@ class DSparkTrainer(Trainer):
         """
         started = time.monotonic()
         self._meters["eval"], self._eval_rows = self._new_meter(), 0
+        trained = self.drafter.objective
+        self.drafter.objective = replace(trained, num_drafts=None)  # evaluation is on whole blocks
         with undisturbed(self.model):
             if eval_dataset is None and self.decoding:
                 self._decoded = self._decode()
@@ -247,6 +253,7 @@ class DSparkTrainer(Trainer):
                 self.control = self.callback_handler.on_evaluate(*call)
             else:
                 metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self.drafter.objective = trained
         if self.is_in_train and self.args.keep_best and self.args.should_save:
             self.best.consider(self.model, metrics, self.state.global_step)
         self._meters["train"].skip(time.monotonic() - started)
