@@ -157,7 +157,10 @@ def test_an_encoder_decoder_target_is_refused_alone() -> None:
 def test_weights_on_the_meta_device_are_an_error_on_either_side() -> None:
     with torch.device("meta"):
         empty_target, empty_draft = llama(), drafter()
-    for target, draft, who in ((empty_target, drafter(), "The target"), (llama(), empty_draft, "The drafter")):
+    for target, draft, who in (
+        (empty_target, drafter(), "The weights of the target"),
+        (llama(), empty_draft, "The weights of the drafter"),
+    ):
         found = only(check_pair(target, draft))
         assert (found.severity, found.field) == ("error", "device")
         assert found.message.startswith(who)

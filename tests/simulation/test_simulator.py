@@ -6,6 +6,7 @@ drafts beyond a text's end, arrivals that are ignored.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,29 @@ def test_one_text_alone_takes_the_rounds_and_the_time_of_its_trace() -> None:
     assert result.user_speeds[0] == pytest.approx(6 / result.seconds)
     assert result.accepted_length == pytest.approx(2.0)
     assert text.accepted_length() == pytest.approx(2.0)
+
+
+def test_requests_take_the_texts_in_turn_when_asked() -> None:
+    texts = trace()
+    result = simulate(Watching(), texts, curve(), Workload(7, max_rows=2, in_order=True))
+    lengths = (np.diff(texts.starts) + 1).tolist()
+    assert result.tokens == sum(lengths) + sum(lengths[:2])
+    prompts = [curve().seconds(int(n)) for n in (*texts.prompt_lengths, *texts.prompt_lengths[:2])]
+    assert result.prompt_seconds == pytest.approx(sum(prompts))
+    assert result.prompt_seconds < result.busy_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "fixed", "scheduled", "auto"])
+def test_time_grows_as_the_requests(name: str) -> None:
+    """Ten times the requests take about ten times as long: nothing is gone through again in every round."""
+    texts, known = trace(), curve()
+    policies, seconds = simulated_policies(known), []
+    for count in (1_000, 10_000, 100_000):
+        started = time.process_time()
+        simulate(policies[name](), texts, known, Workload(count, max_rows=40))
+        seconds.append(time.process_time() - started)
+    assert seconds[2] < 16 * seconds[1] < 16 * 16 * seconds[0]
 
 
 @pytest.mark.parametrize("rate", [None, 0.05, 5.0])

@@ -1,47 +1,49 @@
-"""`dspark bench`: batches by policy, recorded acceptance, the serving frontier."""
+"""`dspark bench`: batches by policy, recorded acceptance, the serving frontier, and whether its seconds are real."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib import resources
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table as RichTable
 
-from ..cpu import optimize_for_cpu
+from ..decoding.curve import curve_key
 from ..evaluation.batches import PLAIN, BatchCell, measure_batches
 from ..evaluation.frontier_report import frontier_report, frontier_tables, verdicts, write_frontier
 from ..evaluation.prompt_sets import chat_ids, gather_prompts
 from ..evaluation.record_trace import record_trace
 from ..evaluation.replay import write_text
-from ..scheduling import POLICIES, ThroughputCurve
+from ..evaluation.step_model import check_step_model
+from ..scheduling import POLICIES
 from ..simulation import Workload, frontier, join_traces, load_traces, save_traces, simulated_policies
 from ..speculation import SpeculationConfig
-from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json
-from .data import target_dtype
+from .bench_shared import (
+    GPU,
+    AsJson,
+    Curve,
+    Device,
+    Drafter,
+    Dtype,
+    Gguf,
+    PromptFiles,
+    Target,
+    Threads,
+    load_curve,
+    load_pair,
+    mixed_prompts,
+    pack,
+    show,
+)
+from .common import bad_input_exits, err, out, print_json
 
 app = typer.Typer(help="Measure batches, record acceptance, simulate serving.", no_args_is_help=True)
 
-_GPU = "gpu"
-_CURVES = "curves"
 _LOADS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-Target = Annotated[str, typer.Option(help="Target: folder or Hub id.")]
-Drafter = Annotated[str, typer.Option(help="Drafter: folder or Hub id.")]
-Gguf = Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")]
-PromptFiles = Annotated[
-    list[Path], typer.Option(help="Prompt file, as `dspark eval` takes them. Default: shipped sets.")
-]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")]
-Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
-Curve = Annotated[str | None, typer.Option(help="Step curve: a file of `dspark profile`, or `gpu`: a made staircase.")]
 
 
 @app.command()
@@ -68,7 +70,7 @@ def batches(
     Exit codes: 0 done, 1 ids differ from plain generate in fp32, 2 bad input.
     """
     with bad_input_exits():
-        model, tokenizer, draft = _pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
         known = None if curve is None else load_curve(curve)
         ways = {
             name: SpeculationConfig(
@@ -78,10 +80,10 @@ def batches(
             )
             for name in policy
         }
-        texts = _mixed(gather_prompts([], prompts, limit=max(size)), max(size))
+        texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
         ids = [chat_ids(tokenizer, text) for text in texts]
         with ExitStack() as stack:
-            _pack(stack, model, draft)
+            pack(stack, model, draft)
             status = stack.enter_context(err.status("bench"))
             cells = measure_batches(
                 model, draft, ids, ways, size, max_new_tokens=max_new_tokens, repeats=repeats,
@@ -114,11 +116,11 @@ def record(
     """
     with bad_input_exits():
         sets = gather_prompts([], prompts, limit=limit)
-        model, tokenizer, draft = _pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
         layers = draft.config.target_layer_ids or []
         traces = []
         with ExitStack() as stack:
-            _pack(stack, model, draft)
+            pack(stack, model, draft)
             status = stack.enter_context(err.status("record"))
             for name, texts in sets.items():
                 written = []
@@ -133,12 +135,59 @@ def record(
         err.print(f"{escape(trace.domain)}: {trace.num_texts} texts, accepted length {length:.2f}", highlight=False)
 
 
+@app.command()
+def check(
+    target: Target,
+    drafter: Drafter,
+    curve: Annotated[str, typer.Option(help="Step curve of this pair: a file of `dspark profile`.")],
+    gguf_file: Gguf = None,
+    prompts: PromptFiles = [],  # noqa: B006
+    size: Annotated[list[int], typer.Option(min=1, help="Rows of a batch. Repeatable.")] = [1, 2, 4, 8],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per row.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each batch size, after one that warms up.")] = 3,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulated against measured seconds of decoding the same prompts, every draft verified, by batch size.
+
+    A ratio near 1 says that `bench frontier` on this curve tells of this machine. Prompts' passes are left out.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    with bad_input_exits():
+        known = load_curve(curve)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
+        ids = [chat_ids(tokenizer, text) for text in texts]
+        with ExitStack() as stack:
+            if known.key and (others := known.key.differences(curve_key(model, known.key.model))):
+                found = "; ".join(others)
+                err.print(f"The curve was measured on something else ({found}).", style="yellow", markup=False)
+            pack(stack, model, draft)
+            status = stack.enter_context(err.status("check"))
+            checks = check_step_model(
+                model, draft, ids, known, size, max_new_tokens=max_new_tokens, repeats=repeats,
+                progress=lambda cell: status.update(f"{cell.batch_size} rows, {cell.way}"),
+            )  # fmt: skip
+    if as_json:
+        print_json([{**asdict(each), "ratio": each.ratio} for each in checks])
+        return
+    rows = [
+        (str(c.batch_size), f"{c.predicted:.3f}", f"{c.measured:.3f}", f"{c.ratio:.2f}",
+         f"{c.predicted_rounds}/{c.measured_rounds}")
+        for c in checks
+    ]  # fmt: skip
+    show("Seconds of decoding", ("rows", "predicted", "measured", "ratio", "rounds, predicted/measured"), rows)
+
+
 @app.command("frontier")
 def frontier_command(
     traces: Annotated[Path, typer.Option(help="File of `dspark bench record`.")],
     curve: Annotated[
         str, typer.Option(help="Step curve: a file of `dspark profile`, or `gpu`: a made staircase.")
-    ] = _GPU,
+    ] = GPU,
     load: Annotated[list[int], typer.Option(min=1, help="Rows served together. Repeatable.")] = _LOADS,
     requests_per_row: Annotated[int, typer.Option(min=1, help="Requests per row of a load.")] = 20,
     max_cached_tokens: Annotated[int | None, typer.Option(min=1, help="K/V memory of all rows, in tokens.")] = None,
@@ -172,7 +221,7 @@ def frontier_command(
                 progress=lambda point: status.update(f"{point.domain}: {point.load} rows, {point.policy}"),
             )  # fmt: skip
         about = {
-            "curve": curve if curve == _GPU else Path(curve).name,
+            "curve": curve if curve == GPU else Path(curve).name,
             "key": str(known.key) if known.key else "none",
             "requests": sum(requests_per_row * p.load for p in points),
             "seconds to simulate": round(time.perf_counter() - started, 1),
@@ -186,46 +235,9 @@ def frontier_command(
         print_json(report)
         return
     for each in frontier_tables(report):
-        _show(each.title, each.header, each.rows)
+        show(each.title, each.header, each.rows)
     for line in verdicts(report):
         out.print(line, markup=False, highlight=False)
-
-
-def load_curve(source: str) -> ThroughputCurve:
-    """A curve file, or the shipped made staircase.
-
-    Raises:
-        ValueError: No such file, or no curve in it.
-    """
-    if source == _GPU:
-        with resources.as_file(resources.files("dspark.simulation") / _CURVES / "gpu_staircase.json") as path:
-            return ThroughputCurve.load(path)
-    if not Path(source).is_file():
-        raise ValueError(f"There is no curve file {source}. Write one with `dspark profile`, or name `{_GPU}`.")
-    return ThroughputCurve.load(source)
-
-
-def _pair(
-    target: str, drafter: str, gguf_file: str | None, dtype: str, device: str | None, threads: int | None
-) -> tuple[Any, Any, Any]:
-    where = chosen_device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
-    draft = load_drafter(drafter, target_dtype(dtype, where))
-    return model.to(where), tokenizer, draft.to(where)
-
-
-def _pack(stack: ExitStack, *models: Any) -> None:
-    for model in models:
-        if model.device.type == "cpu":
-            stack.enter_context(optimize_for_cpu(model))
-
-
-def _mixed(sets: dict[str, list[str]], count: int) -> list[str]:
-    """Prompts of all sets in turns, `count` of them, from the start again where there are too few."""
-    turns = [text for group in zip(*sets.values(), strict=False) for text in group]
-    return [turns[i % len(turns)] for i in range(count)]
 
 
 def _cell_json(cell: BatchCell) -> dict[str, Any]:
@@ -249,16 +261,7 @@ def _show_batches(cells: list[BatchCell]) -> None:
             f"{cell.tokens_per_second:.1f} ({cell.tokens_per_second / plain[cell.batch_size]:.2f})" for cell in row
         ]
         rows.append([way, *rates, f"{sum(cell.is_equal for cell in row)}/{len(row)}"])
-    _show("Tokens per second by rows (over plain)", ("way", *map(str, sizes), "ids equal"), rows)
+    show("Tokens per second by rows (over plain)", ("way", *map(str, sizes), "ids equal"), rows)
 
 
-def _show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = RichTable(title=escape(title))
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column == 0 else "right")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    out.print(table)
-
-
-__all__ = ["app", "batches", "frontier_command", "load_curve", "record"]
+__all__ = ["app", "batches", "check", "frontier_command", "record"]

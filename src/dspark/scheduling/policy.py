@@ -84,7 +84,7 @@ class RoundSpeed:
 
     def at_counts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Float64 `[n]` for `tokens` int64 `[n]`."""
-        return 1.0 / (self.draft_seconds + torch.as_tensor(self.curve.seconds(tokens)))
+        return torch.from_numpy(1.0 / (self.draft_seconds + self.curve.seconds_of(tokens.numpy())))
 
 
 __all__ = ["RoundObservation", "RoundSpeed", "VerifyPolicy"]

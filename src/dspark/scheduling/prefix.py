@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol, TypeAlias, TypeGuard, cast
+from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def prefix_schedule(
     Raises:
         ValueError: A shape, value or speed that breaks a rule above.
     """
-    ranked, row_of = _ranked(survival, limits)
+    ranked, row_of, _ = _ranked(survival, limits)
     rows = survival.shape[0]
     if rows == 0:
         return torch.zeros(0, dtype=torch.long, device=survival.device)
@@ -101,14 +101,12 @@ def foresighted_schedule(
     Raises:
         ValueError: As [`prefix_schedule`], or `usual` does not have one value in (0, 1] per slot.
     """
-    ranked, row_of = _ranked(survival, limits)
+    ranked, row_of, total = _ranked(survival, limits)
     rows, slots = survival.shape
     if len(usual) != slots or not all(0 < value <= 1 for value in usual):
         raise ValueError(f"`usual` must hold one survival in (0, 1] per slot ({slots}), got {list(usual)}.")
     if not len(ranked):
         return torch.zeros(rows, dtype=torch.long, device=survival.device)
-    # How many candidates there could be. Not how many have survival above 0: that looks at slots not yet reached.
-    total = rows * slots if limits is None else int(_limits(limits, rows, slots).sum())
     profile = np.repeat(np.asarray(usual, np.float64), rows)[:total]
     profile_sum = _expected(profile, 0)  # [total + 1]
     speed = _speeds(steps_per_second, rows, total)
@@ -119,7 +117,7 @@ def foresighted_schedule(
     hoped = (expected + scale * (profile_sum[1 : count + 1] - profile_sum[:count])) * speed[1 : count + 1]
     rises = hoped > to_beat
     # Only a candidate that does not pay by itself needs what comes behind it.
-    at, ends = np.flatnonzero(~rises)[:, None], _ends(total)  # [F, 1], [E]
+    at, ends = (~rises).nonzero()[0][:, None], _ends(total)  # [F, 1], [E]
     hoped = (expected[at] + scale[at] * (profile_sum[ends] - profile_sum[at])) * speed[ends]
     rises[at[:, 0]] = ((hoped > to_beat[at]) & (ends > at)).any(1)
     return _lengths(row_of, _leading(rises), survival)
@@ -145,13 +143,15 @@ def ranked_prefixes(
     """
     if capacity < 0:
         raise ValueError(f"`capacity` must be at least 0 drafts, got {capacity}.")
-    _, row_of = _ranked(survival, limits)
+    _, row_of, _ = _ranked(survival, limits)
     return _lengths(row_of, capacity, survival)
 
 
 def _expected(values: np.ndarray, start: float) -> np.ndarray:
     """`start` and what it grows to with each of the values, float64 `[N + 1]`."""
-    return np.concatenate([[start], values]).cumsum()
+    sums = np.empty(len(values) + 1)
+    sums[0], sums[1:] = start, values
+    return sums.cumsum(out=sums)
 
 
 def _speeds(steps_per_second: Speed, rows: int, count: int) -> np.ndarray:
@@ -198,7 +198,8 @@ def _first_fall(expected: list[float], rows: int, steps_per_second: Callable[[in
 
 def _leading(rises: np.ndarray) -> int:
     """Length of the leading run of True, `[N]`."""
-    return len(rises) if rises.all() else int(rises.argmin())
+    fall = int(rises.argmin()) if len(rises) else 0
+    return len(rises) if len(rises) and rises[fall] else fall
 
 
 def _lengths(row_of: np.ndarray, admitted: int, survival: torch.Tensor) -> torch.Tensor:
@@ -213,15 +214,32 @@ def _ends(total: int) -> np.ndarray:
     return torch.logspace(0, math.log10(total), _ALL_ENDS, dtype=torch.float64).round().long().numpy()
 
 
-def _ranked(survival: torch.Tensor, limits: Sequence[int] | torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates in order: their survival, float64 `[N]`, and their rows, int64 `[N]`."""
+class _Candidates(NamedTuple):
+    """Candidates in order.
+
+    Attributes:
+        survival: float64 `[N]`.
+        row: int64 `[N]`.
+        most: How many there could be. Not how many have survival above 0: that looks at slots not yet reached.
+    """
+
+    survival: np.ndarray
+    row: np.ndarray
+    most: int
+
+
+def _ranked(survival: torch.Tensor, limits: Sequence[int] | torch.Tensor | None) -> _Candidates:
     values = _checked(survival)
     slots, rows = values.shape
+    most = values.size
     if limits is not None:
-        values = np.where(np.arange(slots)[:, None] < _limits(limits, rows, slots), values, 0.0)
+        allowed = _limits(limits, rows, slots)
+        most = int(allowed.sum())
+        if most < values.size:
+            values = np.where(np.arange(slots)[:, None] < allowed, values, 0.0)
     flat = values.reshape(-1)  # slot by slot: a stable sort then breaks ties by slot, then by row
     order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
-    return flat[order], order % max(rows, 1)
+    return _Candidates(flat[order], order % max(rows, 1), most)
 
 
 def _checked(survival: torch.Tensor) -> np.ndarray:
@@ -234,18 +252,22 @@ def _checked(survival: torch.Tensor) -> np.ndarray:
     values = np.ascontiguousarray(survival.detach().to("cpu", torch.float64).numpy().T)
     if values.size == 0:
         return values
-    if not (values.min() >= 0 and values.max() <= 1):  # both NaN if any is
-        bad = values[~((values >= 0) & (values <= 1))][0]
-        raise ValueError(f"`survival` must lie in [0, 1], got {float(bad)}. It is a product of confidences.")
     lowest = np.minimum.accumulate(values)
-    if (values - lowest).max() > _RISE:
-        row = int((values - lowest > _RISE).any(0).argmax())
-        found = [round(v, 4) for v in values[:, row].tolist()]
-        raise ValueError(
-            f"`survival` must never rise along a row, got {found} in row {row}. "
-            "Pass the running product of confidences, not the confidences."
-        )
+    if not ((lowest >= 0) & (values <= 1) & (values - lowest <= _RISE)).all():  # NaN is none of it
+        raise _bad_survival(values, lowest)
     return lowest
+
+
+def _bad_survival(values: np.ndarray, lowest: np.ndarray) -> ValueError:
+    bad = values[~((values >= 0) & (values <= 1))]
+    if len(bad):
+        return ValueError(f"`survival` must lie in [0, 1], got {float(bad[0])}. It is a product of confidences.")
+    row = int((values - lowest > _RISE).any(0).argmax())
+    found = [round(v, 4) for v in values[:, row].tolist()]
+    return ValueError(
+        f"`survival` must never rise along a row, got {found} in row {row}. Pass the running product of confidences, "
+        "not the confidences."
+    )
 
 
 def _limits(limits: Sequence[int] | torch.Tensor, rows: int, slots: int) -> np.ndarray:

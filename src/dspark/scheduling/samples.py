@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
 from collections import deque
@@ -16,6 +17,7 @@ WINDOW = 15  # recent samples of one kind: the median forgets a warm-up at once 
 BELIEVED = 3  # samples from which on a median has outvoted one outlier
 _PRIOR_SPREAD = 0.2  # relative deviation of a single timing before anything is known about it
 _MAD_TO_DEVIATION = 1.4826  # of a normal law
+_SPARSE = 16  # places per one asked for, from which on a table of them all is not worth while
 _MEDIAN_COST = 1.2533  # a median's standard error over a mean's, for a normal law
 
 
@@ -69,6 +71,18 @@ def envelope(seconds: Sequence[float]) -> list[float]:
     return list(accumulate(reversed(seconds), min))[::-1]
 
 
+def check_timing(count: int, seconds: float, name: str, *, least: int) -> None:
+    """Refuse a count below its least, or seconds that are no time.
+
+    Raises:
+        ValueError: Names what is wrong.
+    """
+    if count < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {count}.")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`seconds` must be positive and finite, got {seconds}.")
+
+
 class Line:
     """A line through measured points.
 
@@ -84,6 +98,7 @@ class Line:
     def __init__(self, places: Sequence[float], values: Sequence[float]) -> None:
         self.places = places
         self.values = values
+        self._table = np.zeros(0)  # values at 0, 1, ..., as far as `at_counts` was asked
 
     def at(self, place: float) -> float:
         """Value at one place."""
@@ -94,6 +109,10 @@ class Line:
         value = y[left] + slope * (place - x[left])
         return value if place >= x[0] else min(max(value, y[0] / 2), y[0])
 
+    def up_to_last(self, place: float | None) -> float:
+        """Value at a place, but not beyond the last (None)."""
+        return self.at(self.places[-1] if place is None else min(place, self.places[-1]))
+
     def at_many(self, places: ArrayLike) -> np.ndarray:
         """Values at `places [n]`, float64 `[n]`."""
         x, y, slopes = self._arrays
@@ -101,6 +120,15 @@ class Line:
         left = np.maximum(x.searchsorted(at, side="right") - 1, 0)
         values = y[left] + slopes[left] * (at - x[left])
         return np.where(at >= x[0], values, np.clip(values, y[0] / 2, y[0]))
+
+    def at_counts(self, counts: np.ndarray) -> np.ndarray:
+        """Values at whole places `[n]`, int64, at least 0; looked up where about the same ones are asked again."""
+        end = int(counts.max(initial=0)) + 1
+        if end > _SPARSE * len(counts):
+            return self.at_many(counts)
+        if end > len(self._table):
+            self._table = self.at_many(np.arange(end))
+        return self._table[counts]
 
     @cached_property
     def _last_slope(self) -> float:
@@ -115,4 +143,4 @@ class Line:
         return x, y, np.append(np.diff(y) / np.diff(x), self._last_slope)
 
 
-__all__ = ["BELIEVED", "WINDOW", "Line", "Samples", "believed_seconds", "envelope"]
+__all__ = ["BELIEVED", "WINDOW", "Line", "Samples", "believed_seconds", "check_timing", "envelope"]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .curve_file import CurveKey, Document, read, write
-from .samples import Line, Samples, believed_seconds, envelope
+from .samples import Line, Samples, believed_seconds, check_timing, envelope
 
 _MOST_COUNTS = 512  # token counts kept per context; the one not seen for longest goes first
 
@@ -79,18 +79,23 @@ class ThroughputCurve:
         Raises:
             ValueError: Nothing was measured, or a count below 1.
         """
-        counts = tokens if isinstance(tokens, int) else np.asarray(tokens)
-        least = counts if isinstance(counts, int) else int(counts.min(initial=1))
-        if least < 1:
-            raise ValueError(f"`tokens` must be at least 1 (each row runs its anchor), got {least}.")
-        if not self._target:
-            raise ValueError("The curve is empty: profile it (`dspark profile`), or give `learn` some rounds first.")
+        if not isinstance(tokens, int):
+            return torch.from_numpy(self.seconds_of(np.asarray(tokens), context))
+        if tokens < 1:
+            raise _too_few(tokens)
+        first = self._first_line()
         if context is None or len(self._target) == 1:
-            line = self._line(self._context(None))
-            return line.at(counts) if isinstance(counts, int) else torch.from_numpy(line.at_many(counts))
-        if isinstance(counts, int):
-            return Line(self.contexts, [self._line(each).at(counts) for each in self.contexts]).at(context)
-        return torch.tensor([self.seconds(n, context) for n in counts.tolist()], dtype=torch.float64)
+            return first.at(tokens)
+        return Line(self.contexts, [self._line(each).at(tokens) for each in self.contexts]).at(context)
+
+    def seconds_of(self, tokens: np.ndarray, context: int | None = None) -> np.ndarray:
+        """`seconds` of many counts as arrays: float64 `[n]` for integers `[n]`."""
+        first = self._first_line()
+        if tokens.min(initial=1) < 1:
+            raise _too_few(int(tokens.min()))
+        if context is None or len(self._target) == 1:
+            return first.at_counts(tokens)
+        return np.array([self.seconds(n, context) for n in tokens.tolist()], np.float64)
 
     def draft_seconds(self, rows: int, slots: int | None = None) -> float:
         """Seconds of a round before the target's forward; 0.0 where none were measured.
@@ -100,9 +105,9 @@ class ThroughputCurve:
             slots: Drafted slots per row; None: the most measured. Rounds without drafts (0) are kept apart.
         """
         if (line := self._draft_line(rows, is_plain=slots == 0)) is not None:
-            return _up_to_last(line, slots)
+            return line.up_to_last(slots)
         lines = {count: self._draft_line(count, is_plain=slots == 0) for count in sorted(self._draft)}
-        known = {count: _up_to_last(line, slots) for count, line in lines.items() if line is not None}
+        known = {count: line.up_to_last(slots) for count, line in lines.items() if line is not None}
         return Line(list(known), list(known.values())).at(rows) if known else 0.0
 
     def step_seconds(self, rows: int, tokens: int, slots: int | None = None) -> float:
@@ -144,7 +149,7 @@ class ThroughputCurve:
         Raises:
             ValueError: A count below 1, or seconds that are not positive and finite.
         """
-        _check(tokens, seconds, "tokens", least=1)
+        check_timing(tokens, seconds, "tokens", least=1)
         where = self._context(context)
         table = self._target.setdefault(where, {})
         table[tokens] = table.pop(tokens, Samples())  # to the end: the order is that of the last timing
@@ -159,8 +164,8 @@ class ThroughputCurve:
         Raises:
             ValueError: A count below its least, or seconds that are not positive and finite.
         """
-        _check(rows, seconds, "rows", least=1)
-        _check(slots, seconds, "slots", least=0)
+        check_timing(rows, seconds, "rows", least=1)
+        check_timing(slots, seconds, "slots", least=0)
         table = self._draft
         table[rows] = table.pop(rows, {})
         table[rows].setdefault(slots, Samples()).add(seconds)
@@ -273,6 +278,12 @@ class ThroughputCurve:
             self._draft_lines[key] = Line(widths, medians) if widths else None
         return self._draft_lines[key]
 
+    def _first_line(self) -> Line:
+        """Of the shortest context."""
+        if not self._target:
+            raise ValueError("The curve is empty: profile it (`dspark profile`), or give `learn` some rounds first.")
+        return self._line(self._context(None))
+
     def _line(self, context: int) -> Line:
         if context not in self._lines:
             table = self._target[context]
@@ -281,17 +292,8 @@ class ThroughputCurve:
         return self._lines[context]
 
 
-def _up_to_last(line: Line, slots: int | None) -> float:
-    """At a number of slots, but not beyond the most measured (None)."""
-    last = line.places[-1]
-    return line.at(last if slots is None else min(slots, last))
-
-
-def _check(count: int, seconds: float, name: str, *, least: int) -> None:
-    if count < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {count}.")
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"`seconds` must be positive and finite, got {seconds}.")
+def _too_few(tokens: int) -> ValueError:
+    return ValueError(f"`tokens` must be at least 1 (each row runs its anchor), got {tokens}.")
 
 
 __all__ = ["ThroughputCurve"]

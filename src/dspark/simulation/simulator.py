@@ -27,6 +27,7 @@ class Workload:
         max_rows: Requests decoded together at most.
         max_cached_tokens: Cap on the K/V memory of all rows, in tokens; a request is let in when its whole text fits.
         seed: Of arrivals and of which text a request gets.
+        in_order: Requests take the texts of the trace in turn instead of drawing them.
     """
 
     num_requests: int
@@ -34,6 +35,7 @@ class Workload:
     max_rows: int = 64
     max_cached_tokens: int | None = None
     seed: int = 0
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if self.num_requests < 1 or self.max_rows < 1:
@@ -53,6 +55,7 @@ class SimulationResult:
         tokens: New tokens of all requests.
         seconds: From the first arrival to the last token.
         busy_seconds: In rounds and prompts.
+        prompt_seconds: In prompts.
         rounds: Rounds run.
         row_rounds: Rows summed over rounds.
         drafted, verified, accepted: Drafts, summed.
@@ -63,6 +66,7 @@ class SimulationResult:
     tokens: int
     seconds: float
     busy_seconds: float
+    prompt_seconds: float
     rounds: int
     row_rounds: int
     drafted: int
@@ -130,18 +134,20 @@ class _Server:
         rng = np.random.default_rng(workload.seed)
         count = workload.num_requests
         self.trace, self.curve, self.workload = trace, curve, workload
-        self.texts = rng.integers(trace.num_texts, size=count)
+        drawn = rng.integers(trace.num_texts, size=count)
+        self.texts = np.arange(count) % trace.num_texts if workload.in_order else drawn
         gaps = np.zeros(count)
         if workload.requests_per_second is not None:
             gaps = rng.exponential(1 / workload.requests_per_second, size=count)
         self.arrivals = np.cumsum(gaps) - gaps[0]
-        lengths = np.diff(trace.starts)
-        self.sizes = (trace.prompt_lengths + lengths + 1)[self.texts]
+        self.lengths = np.diff(trace.starts)[self.texts]  # new tokens after a request's first
+        self.sizes = trace.prompt_lengths[self.texts] + self.lengths + 1
         cap = workload.max_cached_tokens
         if cap is not None and self.sizes.max() > cap:
             raise ValueError(f"A text of {self.sizes.max()} tokens is larger than `max_cached_tokens` {cap}.")
         self.own = torch.from_numpy(np.ascontiguousarray(trace.own))
         self.survival = torch.from_numpy(np.ascontiguousarray(trace.survival))
+        self.prompt_seconds = curve.seconds_of(trace.prompt_lengths)  # [T]
         self.now = self.busy = 0.0
         self.next = self.cached = 0
         self.request = np.zeros(0, np.int64)
@@ -172,14 +178,13 @@ class _Server:
             self.next += 1
         if self.next == first:
             return
-        new = np.arange(first, self.next)
-        self.started[new] = self.now
-        texts = self.texts[new]
-        self.request = np.concatenate([self.request, new])
+        self.started[first : self.next] = self.now
+        texts = self.texts[first : self.next]
+        self.request = np.concatenate([self.request, np.arange(first, self.next)])
         self.place = np.concatenate([self.place, self.trace.starts[texts]])
         self.end = np.concatenate([self.end, self.trace.starts[texts + 1]])
-        for prompt in self.trace.prompt_lengths[texts]:  # one pass per prompt
-            self._spend(float(self.curve.seconds(int(prompt))))
+        for seconds in self.prompt_seconds[texts].tolist():  # one pass per prompt
+            self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:
         self.now += seconds
@@ -193,11 +198,12 @@ class _Server:
         lengths, survival = np.zeros(rows, np.int64), None
         if slots:
             place = torch.from_numpy(self.place)
-            survival = self.survival[place, :slots]
-            wanted = policy.lengths(self.own[place, :slots], survival, np.minimum(limits, slots).tolist())
+            own, survival = (scores.index_select(0, place)[:, :slots] for scores in (self.own, self.survival))
+            wanted = policy.lengths(own, survival, np.minimum(limits, slots).tolist())
             lengths = np.asarray(wanted, np.int64)
         accepted = np.minimum(self.trace.accepted[self.place], lengths)
-        tokens = rows + int(lengths.sum())
+        verified = int(lengths.sum())
+        tokens = rows + verified
         draft_seconds = self.curve.draft_seconds(rows, slots) if slots else 0.0
         verify_seconds = float(self.curve.seconds(tokens))
         self._spend(draft_seconds + verify_seconds)
@@ -210,10 +216,10 @@ class _Server:
                 verify_seconds=verify_seconds,
                 verified=lengths.tolist(),
                 accepted=accepted.tolist(),
-                survival=None if survival is None else survival.tolist(),
+                survival=survival,
             )
         )
-        amounts = (1, rows, rows * slots, int(lengths.sum()), int(accepted.sum()))
+        amounts = (1, rows, rows * slots, verified, int(accepted.sum()))
         for name, amount in zip(self.counts, amounts, strict=True):
             self.counts[name] += amount
         self.place = self.place + accepted + 1
@@ -223,19 +229,18 @@ class _Server:
         if not finished.any():
             return
         done = self.request[finished]
-        self.speeds[done] = np.diff(self.trace.starts)[self.texts[done]] / np.maximum(
-            self.now - self.started[done], 1e-12
-        )
+        self.speeds[done] = self.lengths[done] / np.maximum(self.now - self.started[done], 1e-12)
         self.cached -= int(self.sizes[done].sum())
         live = ~finished
         self.request, self.place, self.end = self.request[live], self.place[live], self.end[live]
 
     def result(self) -> SimulationResult:
-        tokens = int((np.diff(self.trace.starts) + 1)[self.texts].sum())
+        tokens = int((self.lengths + 1).sum())
         return SimulationResult(
             tokens=tokens,
             seconds=self.now,
             busy_seconds=self.busy,
+            prompt_seconds=float(self.prompt_seconds[self.texts].sum()),
             user_speeds=self.speeds,
             waits=self.started - self.arrivals,
             **self.counts,

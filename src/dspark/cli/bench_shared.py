@@ -1,0 +1,93 @@
+"""What the commands of `dspark bench` share: their options, models, prompts, curves and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from ..cpu import optimize_for_cpu
+from ..scheduling import ThroughputCurve
+from .common import chosen_device, load_drafter, load_target, out
+from .data import target_dtype
+
+GPU = "gpu"
+_CURVES = "curves"
+Target = Annotated[str, typer.Option(help="Target: folder or Hub id.")]
+Drafter = Annotated[str, typer.Option(help="Drafter: folder or Hub id.")]
+Gguf = Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")]
+PromptFiles = Annotated[
+    list[Path], typer.Option(help="Prompt file, as `dspark eval` takes them. Default: shipped sets.")
+]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")]
+Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
+Curve = Annotated[str | None, typer.Option(help="Step curve: a file of `dspark profile`, or `gpu`: a made staircase.")]
+
+
+def load_curve(source: str) -> ThroughputCurve:
+    """A curve file, or the shipped made staircase.
+
+    Raises:
+        ValueError: No such file, or no curve in it.
+    """
+    if source == GPU:
+        with resources.as_file(resources.files("dspark.simulation") / _CURVES / "gpu_staircase.json") as path:
+            return ThroughputCurve.load(path)
+    if not Path(source).is_file():
+        raise ValueError(f"There is no curve file {source}. Write one with `dspark profile`, or name `{GPU}`.")
+    return ThroughputCurve.load(source)
+
+
+def load_pair(
+    target: str, drafter: str, gguf_file: str | None, dtype: str, device: str | None, threads: int | None
+) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter on their device.
+
+    Raises:
+        ValueError: A folder, device or dtype that is none.
+        OSError: A model cannot be loaded.
+    """
+    where = chosen_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
+    draft = load_drafter(drafter, target_dtype(dtype, where))
+    return model.to(where), tokenizer, draft.to(where)
+
+
+def pack(stack: ExitStack, *models: Any) -> None:
+    """Pack what is on a CPU until the stack closes."""
+    for model in models:
+        if model.device.type == "cpu":
+            stack.enter_context(optimize_for_cpu(model))
+
+
+def mixed_prompts(sets: dict[str, list[str]], count: int) -> list[str]:
+    """Prompts of all sets in turns, `count` of them, from the start again where there are too few."""
+    turns = [text for group in zip(*sets.values(), strict=False) for text in group]
+    return [turns[i % len(turns)] for i in range(count)]
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    table = RichTable(title=escape(title))
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column == 0 else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out.print(table)
+
+
+__all__ = [
+    "GPU", "AsJson", "Curve", "Device", "Drafter", "Dtype", "Gguf", "PromptFiles", "Target", "Threads", "load_curve",
+    "load_pair", "mixed_prompts", "pack", "show",
+]  # fmt: skip

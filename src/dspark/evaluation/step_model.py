@@ -1,0 +1,101 @@
+"""Whether simulated seconds are real ones: batches of prompts, decoded and simulated on the very same texts.
+
+The simulation knows the step curve and the acceptance of these prompts; what it misses is in the ratio (a longer
+cache, bookkeeping of the loop, a curve of another day). Prompts' passes are left out on both sides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..modeling_dspark import DSparkDrafter
+from ..scheduling import ThroughputCurve, make_policy
+from ..simulation import AcceptanceTrace, Workload, simulate
+from ..speculation import Policy, SpeculationConfig
+from .batches import BatchCell, measure_batches
+from .record_trace import record_trace
+from .replay import write_text
+
+_POLICY: Policy = "fixed"  # decides nothing by times, so that rounds are the same in both
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """One batch size.
+
+    Attributes:
+        batch_size: Rows.
+        predicted, measured: Seconds of decoding, prompts' passes left out.
+        predicted_rounds, measured_rounds: Row-rounds; where they differ, the texts did.
+    """
+
+    batch_size: int
+    predicted: float
+    measured: float
+    predicted_rounds: int
+    measured_rounds: int
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.predicted / self.measured
+
+
+def check_step_model(  # noqa: PLR0913 - what is measured, and how
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    prompts: Sequence[torch.Tensor],
+    curve: ThroughputCurve,
+    batch_sizes: Sequence[int],
+    *,
+    max_new_tokens: int,
+    repeats: int = 3,
+    progress: Callable[[BatchCell], None] | None = None,
+) -> list[StepCheck]:
+    """Decode batches greedily with every draft verified, and predict their seconds.
+
+    Args:
+        target: In the state to be measured (packed or not).
+        drafter: Fits it; with a confidence head.
+        prompts: int64 `[1, P]` each; a batch takes the first ones.
+        curve: Profiled or learnt on this pair.
+        batch_sizes: Rows, each at most the number of prompts.
+        max_new_tokens: Per row, at least 2.
+        repeats: Timed runs of each batch size.
+        progress: Called after every run.
+
+    Raises:
+        ValueError: A batch larger than the number of prompts, no confidence head, or a prompt that is answered by a
+            single token, which takes no round.
+    """
+    cells = measure_batches(
+        target, drafter, prompts, {_POLICY: SpeculationConfig(_POLICY)}, batch_sizes,
+        max_new_tokens=max_new_tokens, repeats=repeats, progress=progress,
+    )  # fmt: skip
+    layers = drafter.config.target_layer_ids or ()
+    texts = [write_text(target, ids, layers, max_new_tokens=max_new_tokens) for ids in prompts[: max(batch_sizes)]]
+    trace = record_trace("prompts", drafter, target, texts)
+    if trace.num_texts < len(texts):
+        raise ValueError("A prompt is answered by a single token, which takes no round: leave it out.")
+    return [_check(cell, trace, curve, repeats) for cell in cells if cell.way == _POLICY]
+
+
+def _check(cell: BatchCell, trace: AcceptanceTrace, curve: ThroughputCurve, repeats: int) -> StepCheck:
+    work = Workload(cell.batch_size, max_rows=cell.batch_size, in_order=True)
+    result = simulate(make_policy(_POLICY), trace, curve, work)
+    assert cell.stats is not None
+    return StepCheck(
+        cell.batch_size,
+        result.busy_seconds - result.prompt_seconds,
+        statistics.median(cell.seconds) - cell.stats.prefill_seconds / repeats,
+        result.row_rounds,
+        cell.stats.num_rounds // repeats,
+    )
+
+
+__all__ = ["StepCheck", "check_step_model"]
