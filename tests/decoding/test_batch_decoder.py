@@ -7,6 +7,7 @@ twice, hooks or rows left behind.
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
 from dspark import BatchDecoder, DSparkDrafter, SpeculationConfig
@@ -342,3 +343,92 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         decoder.step()
     assert alone(prompts(1)[0], max_new_tokens=5, do_sample=False)
+
+
+def test_callbacks_may_submit_and_cancel_but_not_step() -> None:
+    model, drafter = pair()
+    ids = prompts(4, seed=9)
+    refused: list[str] = []
+    more: list[Any] = []
+
+    def meddle(token: int) -> None:
+        for call in (decoder.step, decoder.close, lambda: list(decoder.run())):
+            try:
+                call()
+            except RuntimeError as error:
+                refused.append(str(error))
+        if not more:
+            more.append(decoder.submit(ids[3], max_new_tokens=6, do_sample=False))
+            decoder.cancel(first)
+
+    with BatchDecoder(model, drafter, max_rows=3) as decoder:
+        first = decoder.submit(ids[0], max_new_tokens=30, do_sample=False)
+        others = [decoder.submit(prompt, max_new_tokens=12, do_sample=False) for prompt in ids[1:2]]
+        others.append(decoder.submit(ids[2], max_new_tokens=12, do_sample=False, on_token=meddle))
+        found = {finished.submission: finished for finished in decoder.run()}
+    assert found[first].reason == "cancelled"
+    for submission, prompt, length in ((others[0], ids[1], 12), (others[1], ids[2], 12), (more[0], ids[3], 6)):
+        assert found[submission].new_ids == alone(prompt, max_new_tokens=length, do_sample=False)
+    assert len(refused) == 3 * 12
+    assert all("step is under way" in message for message in refused)
+
+
+def test_a_consumer_that_stops_early_loses_nothing_and_buffers_are_copied() -> None:
+    model, drafter = pair()
+    buffer = torch.zeros(1, 4, dtype=torch.long)
+    with BatchDecoder(model, drafter, max_rows=4) as decoder:
+        submitted = []
+        for n in range(4):
+            buffer.fill_(n + 1)
+            submitted.append(decoder.submit(buffer, max_new_tokens=1 + n // 3, do_sample=False))
+        found = {}
+        while len(found) < 4:
+            finished = next(decoder.run())
+            found[finished.submission] = finished.new_ids
+        assert list(decoder.run()) == []
+    for n, submission in enumerate(submitted):
+        prompt = torch.full((1, 4), n + 1)
+        assert submission.input_ids.tolist() == prompt.tolist()
+        assert found[submission] == alone(prompt, max_new_tokens=1 + n // 3, do_sample=False)
+
+
+def test_a_wrapped_target_and_steps_under_inference_mode() -> None:
+    peft = pytest.importorskip("peft")
+    model, drafter = pair()
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    wrapped = peft.get_peft_model(copy.deepcopy(model), lora).eval()
+    ids = prompts(4, seed=4)
+    with BatchDecoder(wrapped, drafter, max_rows=3) as decoder:
+        submitted = [decoder.submit(prompt, max_new_tokens=12, do_sample=False) for prompt in ids]
+        with torch.inference_mode():
+            found = {finished.submission: finished.new_ids for finished in decoder.step()}
+        found |= {finished.submission: finished.new_ids for finished in decoder.run()}
+    for submission, prompt in zip(submitted, ids, strict=True):
+        text = wrapped.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+        )
+        assert found[submission] == text[0, prompt.shape[1] :].tolist()
+
+
+def test_what_one_text_may_not_ask_is_refused_when_it_is_submitted() -> None:
+    model, drafter = pair()
+    one = torch.tensor([[1, 2]])
+    several = GenerationConfig(num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    with BatchDecoder(model, drafter) as decoder, BatchDecoder(model, drafter) as other:
+        for ids, call in (
+            (one, {"generation_config": several}), (one, {"num_assistant_tokens": 1}), (one, {"generator": 3}),
+            (one, {"on_token": 5}), (one.float(), {}), (torch.tensor([[1, 64]]), {}), ("text", {}),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r"`|submit"):
+                decoder.submit(ids, **call)
+        submission = other.submit(one, max_new_tokens=2)
+        for wrong in (submission, None):
+            with pytest.raises(ValueError, match="of this decoder"):
+                decoder.cancel(wrong)
+    with pytest.raises(ValueError, match="SpeculationConfig"):
+        BatchDecoder(model, drafter, speculation="auto")
+    learned = target("GPT-2")
+    torch.manual_seed(0)
+    decoder = BatchDecoder(learned, DSparkDrafter(drafter_config(learned)).eval())
+    with pytest.raises(ValueError, match="learned positions"):
+        decoder.submit(one, max_new_tokens=learned.config.max_position_embeddings)

@@ -388,3 +388,21 @@ def test_a_curve_measured_on_something_else_is_said(monkeypatch: pytest.MonkeyPa
         run(oracle(), policy="scheduled", throughput_curve=known)
     assert len(warned) == 1
     assert "dtype: float16, float32" in warned[0]
+
+
+@pytest.mark.parametrize(
+    "temperatures", [[1.5] * BLOCK, {"0": [1.5] * BLOCK, "1": [0.7] * BLOCK}], ids=["all", "greedy"]
+)
+def test_narrower_blocks_of_a_calibrated_drafter(temperatures: Any) -> None:
+    drafter = Oracle(target(), [distinct()[1]], CYCLE, confidence_temperatures=temperatures).eval()
+    for _ in range(2):
+        assert run(drafter, policy="auto") == distinct()[1][: PROMPT + COUNT]
+    assert len(set(drafter.last_stats.drafted)) > 1 or set(drafter.last_stats.drafted) == {0}
+
+
+def test_a_confidence_that_is_not_a_number_is_not_trusted() -> None:
+    drafter = oracle((None,))
+    with torch.no_grad():
+        drafter.confidence_head.proj.bias.fill_(float("nan"))
+    for policy in ("threshold", "scheduled", "async", "auto"):
+        assert run(drafter, policy=policy, survival_threshold=0.1) == distinct()[1][: PROMPT + COUNT]

@@ -9,9 +9,11 @@ request state appends one token per pass, and its paged cache has no way to take
 from __future__ import annotations
 
 import time
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from ..modeling_dspark import DSparkDrafter
 from ..pairing import require_pair
 from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
-from ..target import describe, logit_rows
+from ..target import describe, logit_rows, unwrap
 from .arguments import as_drafter, bind_stop_strings, check_arguments, check_mode
 from .capture import HiddenStateCapture
 from .commit import drop_finished
@@ -37,14 +39,18 @@ from .processors import Processors
 from .prompt import read_prompt
 from .record import Recorder
 from .request import Request
-from .session import TargetSession
+from .session import TargetSession, learned_positions
 from .state import DecodingRun, DraftVocabulary, Text
 from .stopping import StopRules
 from .target_cache import check_cache
 
 OnToken = Callable[[int], Any]
 Reason = Literal["stopped", "cancelled", "failed"]
-_ENGINES = ("speculation", "assistant_model", "custom_generate", "streamer", "num_return_sequences", "row_generators")
+_ENGINES = (
+    "speculation", "assistant_model", "custom_generate", "streamer", "num_return_sequences", "row_generators",
+    *(field.name for field in fields(SpeculationConfig)),
+)  # fmt: skip
+_MOST_ROUNDS = 10_000  # row-rounds kept in the statistics of all texts: a decoder may run for ever
 
 
 @dataclass(eq=False)
@@ -63,6 +69,7 @@ class Submission:
     _request: Request = field(repr=False, kw_only=True)
     _config: GenerationConfig = field(repr=False, kw_only=True)
     _model_kwargs: dict[str, Any] = field(repr=False, kw_only=True)
+    _decoder: weakref.ref[BatchDecoder] = field(repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,8 @@ class BatchDecoder:
         drafter: Its drafter.
         max_rows: Texts decoded together at most.
         max_cached_tokens: Cap on the K/V cache of the target: rows times the longest one's `max_length`. Texts wait
-            while there is no room. None: no cap.
+            while there is no room. Buffers grow in steps, so up to 256 slots or half again per row come on top. None:
+            no cap.
         speculation: Settings; None: the drafter's. The policy and what it learns live as long as the decoder.
         tokenizer: For `stop_strings`.
 
@@ -124,11 +132,16 @@ class BatchDecoder:
         tokenizer: Any = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("max_cached_tokens", max_cached_tokens)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if (value is not None or name == "max_rows") and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
         found = as_drafter(drafter)
         if found is None:
             raise ValueError(f"`drafter` must be a DSparkDrafter, got {type(drafter).__name__}.")
+        if speculation is not None and not isinstance(speculation, SpeculationConfig):
+            raise ValueError(f"`speculation` must be a SpeculationConfig, got {type(speculation).__name__}.")
+        target = unwrap(target)  # a wrapper's forward may hide what the target's takes
         self.target: Any = target
         self.drafter: DSparkDrafter = found
         self.tokenizer = tokenizer
@@ -151,7 +164,8 @@ class BatchDecoder:
         )
         self._waiting: deque[Submission] = deque()
         self._live: dict[int, Submission] = {}  # by row
-        self._is_closed = False
+        self._unread: deque[FinishedText] = deque()  # left, but not handed out yet
+        self._is_closed = self._is_stepping = False
 
     # --- handing in -----------------------------------------------------------------------------------------------
 
@@ -187,10 +201,13 @@ class BatchDecoder:
             RuntimeError: The decoder is closed.
         """
         self._require_open()
-        ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.target.device)
-        ids = ids[None] if ids.dim() == 1 else ids
+        ids = self._own_ids(input_ids)
         if ids.dim() != 2 or ids.shape[0] != 1 or not ids.shape[1]:
             raise ValueError(f"A submission is one prompt [1, P] of at least one token, got {list(ids.shape)}.")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise ValueError(f"`generator` must be a torch.Generator, got {type(generator).__name__}.")
+        if on_token is not None and not callable(on_token):
+            raise ValueError(f"`on_token` must be callable, got {type(on_token).__name__}.")
         wrong = [name for name in _ENGINES if generate.get(name) is not None]
         if wrong:
             raise ValueError(f"`{wrong[0]}` is not a submission's to choose; see the arguments of BatchDecoder.")
@@ -204,29 +221,45 @@ class BatchDecoder:
         return submission
 
     def cancel(self, submission: Submission) -> None:
-        """Take a text back; it leaves with the next `step`. One that has left already is not touched."""
+        """Take a text back; it leaves with the next `step`. One that has left already is not touched.
+
+        Raises:
+            ValueError: It was not submitted here.
+        """
+        if not isinstance(submission, Submission) or submission._decoder() is not self:
+            raise ValueError("`cancel` takes a Submission of this decoder.")
         submission.is_cancelled = True
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self) -> list[FinishedText]:
         """Let texts join, run one round, and return those that left.
 
         Raises:
-            RuntimeError: The decoder is closed.
+            RuntimeError: The decoder is closed, or this is called from inside a step (by a callback).
         """
         self._require_open()
-        finished = self._drop_cancelled()
+        if self._is_stepping:
+            raise RuntimeError("A step is under way: callbacks may submit and cancel, but not step, run or close.")
+        self._is_stepping = True
         try:
-            with self._capture:
-                finished += self._admit()
+            # What a caller's inference mode makes could not be written to by a later step outside of it.
+            with self._capture, torch.inference_mode(False), torch.no_grad():
+                self._unread += self._drop_cancelled()
+                self._unread += self._admit()
                 if self._run.rows:
                     decode_round(self._run)
+                self._unread += self._collect()
         except BaseException:
+            self._is_stepping = False
             self.close()  # rows may be half done; what is not a text's own failure ends all of them
             raise
-        return finished + self._collect()
+        self._is_stepping = False
+        for counts in (self.stats.drafted, self.stats.verified, self.stats.accepted, self.stats.confidence_logits):
+            del counts[:-_MOST_ROUNDS]
+        finished = list(self._unread)
+        self._unread.clear()
+        return finished
 
     def run(self, submissions: Iterable[Mapping[str, Any]] = ()) -> Iterator[FinishedText]:
         """Steps until all texts have left.
@@ -236,26 +269,31 @@ class BatchDecoder:
         """
         source = iter(submissions)
         is_dry = False
-        while not is_dry or self._waiting or self._live:
+        while not is_dry or self._waiting or self._live or self._unread:
             while not is_dry and len(self._waiting) + len(self._live) < self.max_rows:
                 arguments = next(source, None)
                 is_dry = arguments is None
                 if arguments is not None:
                     self.submit(**arguments)
             if self._waiting or self._live:
-                yield from self.step()
+                self._unread += self.step()
+            while self._unread:  # one by one: a consumer that stops here gets the rest from the next call
+                yield self._unread.popleft()
 
     def close(self) -> None:
         """Forget all texts and free their caches. Closing again changes nothing."""
         if self._is_closed:
             return
+        if self._is_stepping:
+            raise RuntimeError("A step is under way: close the decoder after it.")
         self._is_closed = True
         run = self._run
         self.drafter.keep_policy(self.target, run.settings, run.policy)
         self._waiting.clear()
         self._live.clear()
         self._forget_rows()
-        run.text = Text(run.text.ids[:, :0], run.text.lengths, 0)
+        run.requests.clear()
+        run.text = Text(run.text.ids[:, :0].clone(), run.text.lengths, 0)
 
     def __enter__(self) -> BatchDecoder:
         return self
@@ -270,6 +308,22 @@ class BatchDecoder:
     def _require_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("This BatchDecoder is closed. Make a new one.")
+
+    def _own_ids(self, input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """A copy of a prompt as int64 `[1, P]`: the caller may use its buffer again."""
+        try:
+            ids = torch.as_tensor(input_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"`input_ids` must be token ids, got {type(input_ids).__name__}. Tokenize text first."
+            ) from error
+        if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise ValueError(f"`input_ids` must be integers, got {ids.dtype}.")
+        ids = ids.to(self.target.device, torch.long, copy=True)
+        rows = logit_rows(self.target)
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+            raise ValueError(f"`input_ids` must lie in 0..{rows - 1}, the target's vocabulary, got {int(ids.max())}.")
+        return ids[None] if ids.dim() == 1 else ids
 
     def _prepare(
         self, ids: torch.Tensor, on_token: OnToken | None, generator: torch.Generator | None, call: dict[str, Any]
@@ -286,6 +340,8 @@ class BatchDecoder:
             _target: Any, input_ids: torch.Tensor, *, logits_processor: Any, stopping_criteria: Any,
             generation_config: GenerationConfig, **model_kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
+            if input_ids.shape[0] != 1:
+                raise ValueError("`num_return_sequences` is set in a generation config: submit once per sequence.")
             recorder = Recorder(generation_config, None if on_token is None else _Callback(on_token))
             check_mode(self.target, generation_config, recorder, batch_size=1)
             stop_rules = StopRules(stopping_criteria)
@@ -303,7 +359,14 @@ class BatchDecoder:
             longest = stop_rules.max_length
             assert longest is not None
             taken.append(
-                Submission(input_ids, longest, _request=request, _config=generation_config, _model_kwargs=model_kwargs)
+                Submission(
+                    input_ids,
+                    longest,
+                    _request=request,
+                    _config=generation_config,
+                    _model_kwargs=model_kwargs,
+                    _decoder=weakref.ref(self),
+                )
             )
             return input_ids
 
@@ -323,6 +386,12 @@ class BatchDecoder:
             )
         _, cache = pop_cache(dict(model_kwargs))
         longest = stop_rules.max_length or 0
+        room = learned_positions(self.target)
+        if room is not None and longest - 1 > room:
+            raise ValueError(
+                f"A text of up to {longest} tokens does not fit into the {room} learned positions of "
+                f"{describe(self.target)}. Lower `max_new_tokens`."
+            )
         check_cache(self.target, cache, max_length=longest, batch_size=2, is_callers=False)
 
     def _drop_cancelled(self) -> list[FinishedText]:
@@ -381,6 +450,7 @@ class BatchDecoder:
 
     def _join(self, submission: Submission, single: DecodingRun) -> None:
         run = self._run
+        run.text.ids = run.text.ids.clone()  # criteria may have kept views of a row that is used again
         row = next(row for row in range(self.max_rows) if row not in self._live)
         if run.rows:
             extend_context(run)  # afterwards all rows' contexts are whole
@@ -413,7 +483,9 @@ class BatchDecoder:
     def _finished(self, submission: Submission, text: Text, row: int, reason: Reason) -> FinishedText:
         request = submission._request
         new_ids = text.prefix(row)[0, submission.input_ids.shape[1] :].tolist()
-        reason = "failed" if request.error is not None else reason
+        if request.error is not None:
+            reason = "failed"
+            traceback.clear_frames(request.error.__traceback__)  # they hold the tensors of a whole round
         return FinishedText(submission, new_ids, reason, request.error, request.stats)
 
     def _forget_rows(self) -> None:

@@ -47,9 +47,10 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
         run.stats.fall_back(reason)
         logger.warning_once(f"dspark: {reason}. Output is unchanged.")
         return None
+    logits = logits.nan_to_num(nan=-torch.inf)  # of an overflow in the head: such a slot is not trusted
     own = logits.sigmoid()
     temperatures = run.confidence_temperatures
-    calibrated = own if temperatures is None else (logits / temperatures).sigmoid()
+    calibrated = own if temperatures is None else (logits / temperatures[..., : logits.shape[-1]]).sigmoid()
     return Confidence(logits, own, calibrated.cumprod(-1))
 
 

@@ -214,10 +214,10 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
             session.settle(run.text.prefix(0), run.text.lengths[0] - prompt)
     finally:
         cache = session.finish()
+        drafter.keep_policy(target, settings, policy)
     if streamer is not None:
         streamer.end()
     drafter.last_stats = stats
-    drafter.keep_policy(target, settings, policy)
     sequences = finished_sequences(run, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences

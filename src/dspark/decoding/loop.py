@@ -30,7 +30,7 @@ def decode_round(run: DecodingRun) -> None:
     """One round: context, draft, propose, confidence, schedule, verify, commit."""
     step = run.stats.step
     limits = run.max_drafts()
-    num_drafts = run.policy.slots(len(run.rows), run.drafter.config.num_draft_tokens) if max(limits) > 0 else 0
+    num_drafts = run.policy.slots(len(run.rows), run.most_slots(limits)) if max(limits) > 0 else 0
     proposal = confidence = None
     drafts: list[list[int]] = [[] for _ in run.rows]
     watch = RoundWatch(run, num_drafts)

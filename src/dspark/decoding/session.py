@@ -151,17 +151,14 @@ class TargetSession:
 
     def position_room(self) -> int | None:
         """Drafts that fit before the last learned position; None for rotary and other unbounded positions."""
-        config = text_config(self.target)
-        if getattr(config, "rope_parameters", None) is not None:
-            return None
-        longest = getattr(config, "max_position_embeddings", None)
+        longest = learned_positions(self.target)
         if longest is None:
             return None
         if self._batch is not None:
             anchor = self._batch.next_position
         else:
             anchor = self._cached if self._base is None else int(self._base.max()) + self._ahead
-        return max(int(longest) - 1 - anchor, 0)
+        return max(longest - 1 - anchor, 0)
 
     def verify(
         self, text_ids: torch.Tensor, blocks: list[list[int]], generated: Sequence[int]
@@ -270,8 +267,17 @@ class TargetSession:
         return self._rollback.cache
 
 
+def learned_positions(target: PreTrainedModel) -> int | None:
+    """Positions the target has learned; None for rotary and other unbounded ones."""
+    config = text_config(target)
+    if getattr(config, "rope_parameters", None) is not None:
+        return None
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if longest is None else int(longest)
+
+
 def _any(flags: Any) -> bool:
     return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
-__all__ = ["TargetSession"]
+__all__ = ["TargetSession", "learned_positions"]

@@ -215,6 +215,11 @@ class DecodingRun:
         known = next(row for row in rows if row is not None)
         return torch.stack([torch.ones_like(known) if row is None else row for row in rows])
 
+    def most_slots(self, limits: list[int]) -> int:
+        """Widest block to draft: whole ones, but no wider than can be verified where the policy chooses widths."""
+        most = self.drafter.config.num_draft_tokens
+        return min(most, max(limits)) if self.settings.policy == "auto" else most
+
     def max_drafts(self) -> list[int]:
         """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""
         if self.session.wants_plain_pass:
