@@ -1,4 +1,4 @@
-"""Reader of the DeepSpec layout (deepseek-ai/DeepSpec), whose configs carry the target's model type.
+"""DeepSpec's own layout (deepseek-ai/DeepSpec, and NeMo AutoModel, which writes the same): flat keys, native names.
 
 Routes on `architectures` and fields, never on a file's name: the published `dflash_*_block7` folders are
 `Qwen3DSparkModel` with `markov_rank` 0. Tensor names are the ones `DSparkDrafter` uses, so weights load as they are.
@@ -6,136 +6,107 @@ Routes on `architectures` and fields, never on a file's name: the published `dfl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from dspark.configuration_dspark import DSparkConfig
+from .checkpoint import Checkpoint
+from .names import NATIVE, map_names
+from .parts import BACKBONE, NO_SCALE, REST, backbone, full_attention, heads, tables, target_width
+from .reading import Reader
+from .record import Record
 
-# Rotary keys a config inherits from the target's, which the reference's Qwen3 drafter does not read.
-_TARGETS_ROPE = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
-
+NAME = "deepspec"
 ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
-
+# What this layout's own writer never puts into a config; engines' layouts with the same architecture do.
+ENGINE_KEYS = (
+    "dflash_config", "dspark_config", "sample_from_anchor", "logits_start", "draft_vocab_size", "has_lm_head",
+    "has_embed_tokens",
+)  # fmt: skip
 _REQUIRED = (
     "block_size", "target_layer_ids", "mask_token_id", "num_target_layers", "markov_rank", "enable_confidence_head",
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "rms_norm_eps",
 )  # fmt: skip
 
 
-def recognises(config: dict[str, Any]) -> bool:
-    """Whether a raw config.json is a DeepSpec drafter's."""
-    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
+def recognises(checkpoint: Checkpoint) -> bool:
+    """Whether it is DeepSpec's: its architecture, and none of the keys that engines add."""
+    config = checkpoint.config
+    is_theirs = any(name in ARCHITECTURES for name in config.get("architectures") or ())
+    return is_theirs and all(config.get(key) is None for key in ENGINE_KEYS)
 
 
-def read_config(config: dict[str, Any], *, source: str) -> DSparkConfig:
-    """DeepSpec config.json to `DSparkConfig`.
-
-    Args:
-        config: The raw dict.
-        source: Folder or Hub id, for messages.
+def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
+    """Record of a DeepSpec folder.
 
     Raises:
         ValueError: A field the format requires is missing, or the drafter uses parts DSpark drafters do not have.
     """
+    reader = Reader(NAME, checkpoint, choices)
+    config = checkpoint.config
     family = next(ARCHITECTURES[name] for name in config["architectures"] if name in ARCHITECTURES)
-    required = [*_REQUIRED]
+    reader.require(_required(config, family))
+    stored = checkpoint.tensors
+    reader.tensors = None if stored is None else map_names(reader.source, stored, NATIVE, reader.ignored)
+    reader.set("family", family, f"config.json: architectures {config['architectures']}")
+    for name in ("vocab_size", "block_size", "target_layer_ids", "mask_token_id", "num_target_layers"):
+        reader.take(name)
+    backbone(reader)
+    if family == "gemma4":
+        _gemma4(reader)
+    else:
+        reader.rope(config)
+    full_attention(reader, "rule of the format: whole context, bidirectional blocks")
+    reader.set("sample_from_anchor", True, "rule of the format: the anchor slot drafts")
+    heads(reader)
+    tables(reader, without=(True, True))
+    # A folder that lost its copies of the target's tables is told so, not taken for one that borrows them.
+    for name in ("has_embed", "has_lm_head"):
+        reader.set(name, True, "rule of the format: copies of the target's tables are stored")
+    reader.set("raw_target_embedding", False, "rule of the format: the embedding is stored")
+    target_width(reader)
+    reader.set("draft_vocab", None, "rule of the format: the whole vocabulary")
+    kind = config.get("target_model_type") or config.get("model_type")
+    reader.set("target", {"model_type": kind}, "config.json: target_model_type or model_type")
+    reader.fill({**NO_SCALE, **REST})
+    return reader.record()
+
+
+def _required(config: Mapping[str, Any], family: str) -> list[str]:
+    required = [*_REQUIRED, *BACKBONE]
     if config.get("markov_rank"):
         required.append("markov_head_type")
     if config.get("enable_confidence_head"):
         required.append("confidence_head_with_markov")
     if family == "gemma4":
-        required += ["global_head_dim", "num_global_key_value_heads"]
-    missing = [field for field in required if config.get(field) is None]
-    if family == "gemma4" and not config.get("attention_k_eq_v"):
-        missing = [field for field in missing if field != "num_global_key_value_heads"]
-    if missing:
-        raise ValueError(
-            f"{source} is a DeepSpec drafter whose config.json lacks {', '.join(missing)}. These decide what the "
-            "tensors mean and have no safe default: restore them from the training config."
-        )
-    common = {
-        "family": family,
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_hidden_layers": config["num_hidden_layers"],
-        "num_attention_heads": config["num_attention_heads"],
-        "rms_norm_eps": config["rms_norm_eps"],
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "max_position_embeddings": config.get("max_position_embeddings", 40960),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "block_size": config["block_size"],
-        "sample_from_anchor": True,
-        "mask_token_id": config["mask_token_id"],
-        "target_layer_ids": config["target_layer_ids"],
-        "num_target_layers": config["num_target_layers"],
-        "markov_rank": config["markov_rank"],
-        "markov_head_type": config.get("markov_head_type") if config["markov_rank"] else "none",
-        "enable_confidence_head": config["enable_confidence_head"],
-        "confidence_head_with_markov": bool(config.get("confidence_head_with_markov", False)),
-        "confidence_head_bias": True,
-        "share_embedding": False,
-        "share_lm_head": False,
-        "target": {"model_type": config.get("target_model_type") or config.get("model_type")},
-        "dtype": config.get("dtype") or config.get("torch_dtype"),
-    }
-    special = _gemma4_fields(config, source) if family == "gemma4" else _qwen3_fields(config, source)
-    try:
-        return DSparkConfig(**common, **special)
-    except ValueError as error:
-        raise ValueError(f"The config.json of {source} (a DeepSpec drafter's) is not valid. {error}") from error
+        required.append("global_head_dim")
+        required += ["num_global_key_value_heads"] if config.get("attention_k_eq_v") else []
+    return required
 
 
-def _qwen3_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
-    return {
-        "num_key_value_heads": config["num_key_value_heads"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "hidden_act": config.get("hidden_act", "silu"),
-        "rope_parameters": _rope(config, source),
-    }
+def _gemma4(reader: Reader) -> None:
+    """What differs for Gemma 4: the geometry of its global layers, scaled embeddings, a soft cap.
 
-
-def _gemma4_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
+    Raises:
+        ValueError: Parts that no drafter of the reference has, or no rotary parameters for its layers.
+    """
+    config, source = reader.config, reader.source
     for field in ("enable_moe_block", "hidden_size_per_layer_input"):
         if config.get(field):
             raise ValueError(
                 f"{source}: Gemma 4 drafters have no {field.replace('_', ' ')}, but the config sets {field}="
                 f"{config[field]}. It is not a drafter the reference could have trained."
             )
-    k_eq_v = bool(config.get("attention_k_eq_v"))
     rope = (config.get("rope_parameters") or {}).get("full_attention")
     if rope is None:
         raise ValueError(f"{source}: `rope_parameters` has no entry for 'full_attention', the draft layers' type.")
-    return {
-        "num_key_value_heads": config["num_global_key_value_heads"] if k_eq_v else config["num_key_value_heads"],
-        "head_dim": config["global_head_dim"],
-        "hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh"),
-        "rope_parameters": rope,
-        "attention_k_eq_v": k_eq_v,
-        "final_logit_softcapping": config.get("final_logit_softcapping"),
-        "embed_scale": float(config["hidden_size"]) ** 0.5,
-    }
+    reader.set("rope_parameters", rope, "config.json: rope_parameters.full_attention")
+    k_eq_v = bool(config.get("attention_k_eq_v"))
+    reader.set("attention_k_eq_v", k_eq_v, "config.json: attention_k_eq_v")
+    reader.take("num_key_value_heads", "num_global_key_value_heads" if k_eq_v else "num_key_value_heads")
+    reader.take("head_dim", "global_head_dim")
+    reader.take("hidden_act", "hidden_activation", rule=("gelu_pytorch_tanh", "Gemma 4's activation"))
+    width = float(reader.fields["hidden_size"].value)
+    reader.set("embed_scale", width**0.5, "rule of the format: Gemma 4 scales by the root of hidden_size")
+    reader.take("final_logit_softcapping", rule=(None, "no cap unless the config has one"))
 
 
-def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Rotary parameters of the transformers 4 keys (`rope_theta`, `rope_scaling`) or the 5 key (`rope_parameters`)."""
-    merged: dict[str, Any] = {}
-    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
-        part = _set_keys({name: config.get(name)} if name == "rope_theta" else config.get(name))
-        if any(merged.get(key, value) != value for key, value in part.items()):
-            raise ValueError(
-                f"{source}: `{name}` gives {part}, other keys of the config {merged}: they disagree. Only one can be "
-                "what the drafter was trained with: correct the config."
-            )
-        merged |= part
-    if "rope_theta" not in merged:
-        raise ValueError(
-            f"{source}: no `rope_theta`, neither flat nor under `rope_parameters`. A default would only be noticed at "
-            "long context: add the value the drafter was trained with."
-        )
-    return {"rope_type": "default", **{key: value for key, value in merged.items() if key not in _TARGETS_ROPE}}
-
-
-def _set_keys(part: dict[str, Any] | None) -> dict[str, Any]:
-    """Set keys only, `type` (transformers 4) under its later name."""
-    return {"rope_type" if key == "type" else key: value for key, value in (part or {}).items() if value is not None}
+__all__ = ["ARCHITECTURES", "ENGINE_KEYS", "NAME", "read", "recognises"]

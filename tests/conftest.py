@@ -22,3 +22,9 @@ def golden_root() -> Path:
     """Folder of the reference vectors: the full set if present, else the shipped subset."""
     full = SHARED / "golden"
     return full if full.is_dir() else FIXTURES / "golden"
+
+
+def peer_root() -> Path:
+    """Folder of the drafters other frameworks wrote: the full set if present, else the shipped subset."""
+    full = SHARED / "peerfmt"
+    return full if full.is_dir() else FIXTURES / "peerfmt"

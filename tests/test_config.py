@@ -26,17 +26,18 @@ BROKEN = [
     ({"markov_head_type": "gru"}, "`markov_head_type` must be one of .*'rnn', got 'gru'"),
     ({"markov_head_type": ""}, "`markov_head_type` must be one of .*, got ''"),
     *[({field: value}, f"`{field}` must be an integer of at least 1, got {value!r}")
-      for field in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+      for field in ("intermediate_size", "num_hidden_layers", "num_attention_heads",
                     "num_key_value_heads", "head_dim", "max_position_embeddings", "block_size")
       for value in (0, -1, 2.0, True, "7")],
     *[({field: value}, f"`{field}` must be an integer of at least 1, or None for .*, got {value!r}")
-      for field in ("draft_vocab_size", "target_hidden_size") for value in (0, 1.5, "8")],
+      for field in ("vocab_size", "draft_vocab_size", "target_hidden_size") for value in (0, 1.5, "8")],
     *[({field: value}, f"`{field}` must be True or False, got {value!r}")
       for field in ("attention_bias", "attention_k_eq_v", "sample_from_anchor", "enable_confidence_head",
-                    "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head")
+                    "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head",
+                    "fc_bias", "raw_target_embedding")
       for value in (1, "false")],
     *[({field: value}, f"`{field}` must be a positive number, got {value!r}")
-      for field in ("rms_norm_eps", "embed_scale", "final_logit_softcapping")
+      for field in ("rms_norm_eps", "embed_scale", "logit_scale", "final_logit_softcapping")
       for value in (0.0, -1, float("nan"), "x")],
     ({"initializer_range": -0.1}, "`initializer_range` must be a number of at least 0, got -0.1"),
     ({"attention_dropout": 1.0}, r"`attention_dropout` must be a number in \[0, 1\), got 1.0"),
@@ -62,7 +63,15 @@ BROKEN = [
      r"must lie in -1\.\.2 for a target of 4 layers, got \[-2, 0\]. -1 is the embedding"),
     ({"target_layer_ids": [0, 3]}, r"must lie in -1\.\.2 .*, got \[0, 3\].* the last layer is refused"),
     *[({"num_target_layers": value}, f"`num_target_layers` must be the target's number of .*, got {value!r}")
-      for value in (None, 0, 4.0)],
+      for value in (0, 4.0)],
+    ({"vocab_size": None}, "`vocab_size` is None, and the drafter stores a table over the vocabulary"),
+    *[({"attention_windows": value, "window_rule": "abs_all"}, "`attention_windows` must have a positive integer or")
+      for value in ([8], [8, 0], [8, True], "8")],
+    ({"attention_windows": [8, None]}, r"`attention_windows` \(\[8, None\]\) and `window_rule` \(None\) disagree"),
+    ({"window_rule": "abs_all"}, r"`attention_windows` \(None\) and `window_rule` \('abs_all'\) disagree"),
+    ({"attention_windows": [8, 8], "window_rule": "left"}, "`window_rule` must be one of 'ctx_from_anchor', .*'left'"),
+    *[({"causal_in_block": value}, "`causal_in_block` must have True or False for each of 2 draft layers")
+      for value in ([True], [1, 0], True)],
     ({"markov_rank": 0, "markov_head_type": "vanilla"},
      r"`markov_rank` \(0\) and `markov_head_type` \('vanilla'\) disagree"),
     ({"markov_rank": 8, "markov_head_type": "none"},
@@ -129,6 +138,8 @@ def test_defaults() -> None:
         "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
         "attention_k_eq_v": False, "attention_dropout": 0.0, "max_position_embeddings": 40960, "rope_parameters": None,
         "initializer_range": 0.02, "final_logit_softcapping": None, "embed_scale": 1.0, "block_size": 7,
+        "fc_bias": False, "attention_windows": None, "window_rule": None, "causal_in_block": None, "logit_scale": 1.0,
+        "raw_target_embedding": False,
         "sample_from_anchor": True, "mask_token_id": None, "target_layer_ids": None, "num_target_layers": None,
         "target_hidden_size": None, "markov_rank": 256, "markov_head_type": None, "enable_confidence_head": True,
         "confidence_head_with_markov": None, "confidence_head_bias": True, "confidence_temperatures": None,

@@ -17,6 +17,7 @@ from transformers import AutoModel
 from dspark import DSparkDrafter
 from dspark.configuration_dspark import Family
 from dspark.context_cache import ContextCache
+from dspark.draft_masks import draft_masks
 from dspark.families import FAMILIES
 from dspark.objective import Objective
 
@@ -188,8 +189,9 @@ def test_two_conventions_are_one_slot_apart(heads) -> None:
         assert torch.equal(one.token_ids[:, 1:], other.token_ids)
         torch.testing.assert_close(one.confidence_logits[:, 1:], other.confidence_logits)
     else:
-        # The first prediction follows the anchor either way, one slot later in the block.
-        bias, _ = from_mask.markov_head.step(ANCHORS, other.hidden_states[:, 0], torch.zeros(2, 6))
+        # The first prediction follows the anchor either way, one slot later in the block; the state has seen its slot.
+        _, state = from_mask.markov_head.step(ANCHORS, one.hidden_states[:, 0], torch.zeros(2, 6))
+        bias, _ = from_mask.markov_head.step(ANCHORS, other.hidden_states[:, 0], state)
         torch.testing.assert_close(other.logits[:, 0], other.base_logits[:, 0] + bias)
 
 
@@ -222,10 +224,16 @@ def test_reduced_vocabulary_equals_a_loop(heads, from_anchor) -> None:
     )  # fmt: skip
     model.share_with(small.target())
     out = model.draft(ANCHORS, small.states())
+    cache = ContextCache(len(model.layers), [0, 0])
+    model.extend_context(cache, out.context_features)
+    unused = model.draft_block(ANCHORS, cache, model.shared_modules(None)).anchor_hidden
+    assert (unused is None) == from_anchor
     for b in range(2):
         previous, state = int(ANCHORS[b]), None
         if model.markov_head is not None:
             state = model.markov_head.initial_state(1, like=out.hidden_states)
+            if unused is not None:
+                _, state = model.markov_head.step(ANCHORS[b : b + 1], unused[b : b + 1], state)
         for k in range(out.token_ids.shape[1]):
             logits = model.lm_head.weight @ out.hidden_states[b, k]
             if model.markov_head is not None:
@@ -254,6 +262,25 @@ def test_own_embedding_is_scaled_and_a_borrowed_one_scales_itself() -> None:
         model.share_with(target)
     one, other = (model.draft(ANCHORS, small.states()).logits for model in (borrowing, owning))
     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)  # the target keeps its scale in bfloat16 precision
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_a_raw_embedding_is_the_stored_rows(family) -> None:
+    """Gemma's own module scales its rows; drafters trained on raw rows get them raw, times their own scale."""
+    target = small.target(family)
+    model = small.drafter(family, raw_target_embedding=True, embed_scale=1.5)
+    stored = target.get_input_embeddings().weight[ANCHORS]
+    got = model.embed(ANCHORS, model.shared_modules(target))
+    torch.testing.assert_close(got, 1.5 * stored, atol=1e-5, rtol=4e-3)  # the target keeps its scale in bfloat16
+
+
+def test_logits_are_scaled_before_the_cap() -> None:
+    own = small.STORAGE["own"]
+    plain, scaled = small.drafter(**own), small.drafter(**own, logit_scale=0.4, final_logit_softcapping=3.0)
+    hidden = torch.randn(2, 32)
+    shared = plain.shared_modules(None)
+    expected = 3 * torch.tanh(0.4 * plain.base_logits(hidden, shared) / 3)
+    torch.testing.assert_close(scaled.base_logits(hidden, shared), expected)
 
 
 def ragged(model: DSparkDrafter) -> tuple[torch.Tensor, ContextCache]:
@@ -310,9 +337,10 @@ def test_attention_that_cannot_mask_says_so() -> None:
     model.share_with(small.target())
     _, cache = ragged(model)
     model.config._attn_implementation = "flash_attention_2"
-    assert model._inference_mask(torch.zeros(2, 4, 32), ContextCache(2, [0, 0])) is None  # rows alike need no mask
+    alike = ContextCache(2, [0, 0])
+    assert draft_masks(model.config, torch.zeros(2, 4, 32), alike) == [None, None]  # rows alike need no mask
     with pytest.raises(ValueError, match=r"'flash_attention_2' takes it for padding on the left.*'sdpa'"):
-        model._inference_mask(torch.zeros(2, 4, 32), cache)
+        draft_masks(model.config, torch.zeros(2, 4, 32), cache)
     with pytest.raises(ValueError, match=r"attention 'flash_attention_2' does not take.*'sdpa'"):
         model(**train_batch())
 

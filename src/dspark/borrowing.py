@@ -87,6 +87,12 @@ def call_embedding(embedding: nn.Module, token_ids: torch.Tensor) -> torch.Tenso
     return _call(embedding, token_ids if stored is None or stored.is_meta else token_ids.to(stored.device))
 
 
+def own_factor(embedding: nn.Module) -> float:
+    """What an embedding module multiplies its rows by (Gemma: the root of the width); 1 for plain ones."""
+    factor = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
+    return float(factor)
+
+
 def _call(module: nn.Module, argument: torch.Tensor) -> torch.Tensor:
     """`module(argument)`, with gradients for the argument only: what is borrowed is not trained, frozen or not."""
     if not torch.is_grad_enabled():
@@ -100,4 +106,4 @@ def _holds_numbers(stored: torch.Tensor) -> bool:
     return stored.is_floating_point() and stored.element_size() > 1
 
 
-__all__ = ["SharedModules", "TeacherHead", "borrow", "call_embedding", "call_head", "teacher_head"]
+__all__ = ["SharedModules", "TeacherHead", "borrow", "call_embedding", "call_head", "own_factor", "teacher_head"]

@@ -20,6 +20,7 @@ logger = logging.get_logger("dspark.configuration")
 
 Family = Literal["qwen3", "llama", "gemma4"]
 MarkovHeadType = Literal["none", "vanilla", "gated", "rnn"]
+WindowRule = Literal["ctx_from_anchor", "per_slot_ctx", "per_slot_all", "abs_all"]
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -28,7 +29,8 @@ class DSparkConfig(PreTrainedConfig):
     Args:
         family (`str`): Draft-layer family: `"qwen3"` (Llama-like block with QK-norm), `"llama"` (the same without
             QK-norm) or `"gemma4"` (sandwich norms, value norm, layer scalar, unit attention scale).
-        vocab_size (`int`): Rows of the TARGET's vocabulary V; every token id of the drafter's interface lives here.
+        vocab_size (`int`, *optional*): Rows of the TARGET's vocabulary V; every token id of the drafter's interface
+            lives here. `None`: whatever the target has, for a drafter without any table of V rows.
         draft_vocab_size (`int`, *optional*): Rows Vd of a reduced draft vocabulary; the checkpoint then stores the
             sorted target ids as `draft_token_ids [Vd]`. `None`: the drafter speaks all of V.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
@@ -37,12 +39,23 @@ class DSparkConfig(PreTrainedConfig):
         rms_norm_eps (`float`): Epsilon of every RMSNorm.
         attention_bias (`bool`): Whether q, k, v and o projections have a bias.
         attention_k_eq_v (`bool`): `gemma4` only: values are the normed key projections, there is no `v_proj`.
+        fc_bias (`bool`): Whether the context projection has a bias.
+        attention_windows (`list[int | None]`, *optional*): Per draft layer the window W of its attention, None: all.
+        window_rule (`str`, *optional*): What W cuts; for slot position q, key position k and anchor position a:
+            `"ctx_from_anchor"` (speculators): context from a-W on, the block whole. `"per_slot_ctx"` (SpecForge):
+            context from q-(W-1) on, the block whole. `"per_slot_all"` (z-lab): |q-k| < W everywhere. `"abs_all"`
+            (transformers' Muse Glimmer): |q-k| <= W everywhere. Set exactly when a layer has a window.
+        causal_in_block (`list[bool]`, *optional*): Per draft layer, whether a slot sees only the slots up to itself;
+            `None`: no layer is causal.
         attention_dropout (`float`): Dropout on attention weights in training, in [0, 1).
         max_position_embeddings (`int`): Longest position the rotary tables were made for.
         rope_parameters (`dict`): Flat rotary parameters as transformers names them (`rope_type`, `rope_theta`, ...).
         initializer_range (`float`): Standard deviation of new weights.
+        logit_scale (`float`): Factor on the base logits, before the cap.
         final_logit_softcapping (`float`, *optional*): tanh cap on the BASE logits; the transition bias is added after.
-        embed_scale (`float`): Factor on the embeddings of the block when the drafter owns its (unscaled) embedding.
+        embed_scale (`float`): Factor on the rows of an embedding that the drafter owns, or borrows raw.
+        raw_target_embedding (`bool`): A borrowed embedding gives its stored rows, without the factor that the target's
+            own module applies (Gemma's has one), times `embed_scale`. False: what the target itself would see.
         block_size (`int`): Input slots of a block: the anchor and `block_size - 1` masks (paper's gamma).
         sample_from_anchor (`bool`): True (DSpark): slot k predicts token anchor+k+1, `block_size` drafts. False
             (DFlash): slot k predicts token anchor+k, slot 0 is ignored, `block_size - 1` drafts.
@@ -50,7 +63,7 @@ class DSparkConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`): Tapped target layers, strictly increasing. `l` is the output of decoder layer l
             (`hidden_states[l + 1]`), -1 the embedding output. The last layer is refused: transformers returns it after
             the final norm.
-        num_target_layers (`int`): Decoder layers of the target.
+        num_target_layers (`int`, *optional*): Decoder layers of the target; `None`: not known, see the pairing check.
         target_hidden_size (`int`, *optional*): Width D_t of the target's hidden states; `None`: `hidden_size`.
         markov_rank (`int`): Rank r of the sequential head's factors (eq. 5); 0 means no sequential head.
         markov_head_type (`str`): `"vanilla"`, `"gated"`, `"rnn"` (eq. 6) or `"none"`.
@@ -79,7 +92,7 @@ class DSparkConfig(PreTrainedConfig):
         self,
         *,
         family: Family = "qwen3",
-        vocab_size: int = 151936,
+        vocab_size: int | None = 151936,
         draft_vocab_size: int | None = None,
         hidden_size: int = 2560,
         intermediate_size: int = 9728,
@@ -91,12 +104,18 @@ class DSparkConfig(PreTrainedConfig):
         rms_norm_eps: float = 1e-6,
         attention_bias: bool = False,
         attention_k_eq_v: bool = False,
+        fc_bias: bool = False,
+        attention_windows: list[int | None] | None = None,
+        window_rule: WindowRule | None = None,
+        causal_in_block: list[bool] | None = None,
         attention_dropout: float = 0.0,
         max_position_embeddings: int = 40960,
         rope_parameters: dict[str, Any] | None = None,
         initializer_range: float = 0.02,
+        logit_scale: float = 1.0,
         final_logit_softcapping: float | None = None,
         embed_scale: float = 1.0,
+        raw_target_embedding: bool = False,
         block_size: int = 7,
         sample_from_anchor: bool = True,
         mask_token_id: int | None = None,
@@ -127,6 +146,9 @@ class DSparkConfig(PreTrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.attention_bias = attention_bias
         self.attention_k_eq_v = attention_k_eq_v
+        self.fc_bias = fc_bias
+        self.window_rule = window_rule
+        self.attention_windows, self.causal_in_block = _as_list(attention_windows), _as_list(causal_in_block)
         self.attention_dropout = attention_dropout
         self.max_position_embeddings = max_position_embeddings
         if rope_parameters is None:
@@ -134,8 +156,9 @@ class DSparkConfig(PreTrainedConfig):
         # A copy: the base class fills in defaults in place, and the dict may belong to a target's config.
         self.rope_parameters = dict(rope_parameters) if isinstance(rope_parameters, dict) else rope_parameters
         self.initializer_range = initializer_range
+        self.logit_scale = logit_scale
         self.final_logit_softcapping = final_logit_softcapping
-        self.embed_scale = embed_scale
+        self.embed_scale, self.raw_target_embedding = embed_scale, raw_target_embedding
         self.block_size = block_size
         self.sample_from_anchor = sample_from_anchor
         self.mask_token_id = mask_token_id
@@ -166,6 +189,8 @@ class DSparkConfig(PreTrainedConfig):
         _refuse_unknown(kwargs)
         check_choice(self, "family", get_args(Family))
         check_choice(self, "markov_head_type", get_args(MarkovHeadType))
+        if window_rule is not None:
+            check_choice(self, "window_rule", get_args(WindowRule))
         check_config(self)  # before the base class, which fills gaps in the rotary parameters
         super().__init__(**kwargs)
 
@@ -177,14 +202,17 @@ class DSparkConfig(PreTrainedConfig):
 
         Through here others read the config of a drafter by its class: PEFT does when it saves an adapter of one.
         """
-        from dspark.conversion import FORMATS  # here: conversion imports this module
+        # Here, as conversion imports this module.
+        from dspark.conversion import is_recognised, open_checkpoint, read_record
 
         raw, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if raw.get("model_type", cls.model_type) != cls.model_type:
-            for module in FORMATS.values():
-                if module.recognises(raw):
-                    return module.read_config(raw, source=str(pretrained_model_name_or_path)).to_dict(), rest
-        return raw, rest
+        if raw.get("model_type", cls.model_type) == cls.model_type and "speculators_model_type" not in raw:
+            return raw, rest
+        if not is_recognised(raw):
+            return raw, rest
+        places = {key: kwargs[key] for key in _PLACES if key in kwargs}
+        checkpoint = open_checkpoint(pretrained_model_name_or_path, raw, **places)
+        return read_record(checkpoint).to_config().to_dict(), rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -215,8 +243,8 @@ class DSparkConfig(PreTrainedConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
-    def num_logits(self) -> int:
-        """Width of the drafter's logits: the reduced draft vocabulary, or all of V."""
+    def num_logits(self) -> int | None:
+        """Width of the drafter's logits: the reduced draft vocabulary, or all of V; None: as many as the target's."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -231,6 +259,9 @@ class DSparkConfig(PreTrainedConfig):
         accepted by agreement of the arg-maxes at 0 and by overlap of the laws above, so the lists differ.
         """
         return nearest_row(self.confidence_temperatures, decoding_temperature)
+
+
+_PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def nearest_row(rows: list[float] | dict[str, list[float]] | None, decoding_temperature: float) -> list[float] | None:
@@ -266,4 +297,4 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
         raise TypeError(f"DSparkConfig has no field `{key}` (got {kwargs[key]!r}).{hint}")
 
 
-__all__ = ["DSparkConfig", "Family", "MarkovHeadType", "nearest_row"]
+__all__ = ["DSparkConfig", "Family", "MarkovHeadType", "WindowRule", "nearest_row"]

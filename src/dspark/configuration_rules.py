@@ -15,18 +15,20 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "block_size",
 )  # fmt: skip
 _OPTIONAL_COUNTS = {
+    "vocab_size": "the target's vocabulary",
     "draft_vocab_size": "the whole vocabulary",
     "target_hidden_size": "the drafter's `hidden_size`",
 }
 _FLAGS = (
-    "attention_bias", "attention_k_eq_v", "sample_from_anchor", "enable_confidence_head",
+    "attention_bias", "attention_k_eq_v", "fc_bias", "raw_target_embedding", "sample_from_anchor",
+    "enable_confidence_head",
     "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head",
 )  # fmt: skip
-_POSITIVE = ("rms_norm_eps", "embed_scale", "final_logit_softcapping")
+_POSITIVE = ("rms_norm_eps", "embed_scale", "logit_scale", "final_logit_softcapping")
 # What float32, in which logits are divided, can hold.
 _SMALLEST, _LARGEST = 1e-37, 1e38
 # What each rotary type cannot do without; `rope_theta` comes on top everywhere.
@@ -59,6 +61,7 @@ def check_config(config: Any) -> None:
     _check_types(config)
     _check_numbers(config)
     _check_attention(config)
+    _check_windows(config)
     _check_rope(config.rope_parameters)
     _check_block(config)
     _check_target_layers(config)
@@ -130,6 +133,27 @@ def _check_attention(config: Any) -> None:
         )
 
 
+def _check_windows(config: Any) -> None:
+    windows, layers = config.attention_windows, config.num_hidden_layers
+    is_list = isinstance(windows, list) and len(windows) == layers
+    if windows is not None and not (is_list and all(w is None or (_is_int(w) and w > 0) for w in windows)):
+        raise ValueError(
+            f"`attention_windows` must have a positive integer or None for each of {layers} draft layers, or be None, "
+            f"got {windows!r}."
+        )
+    if any(w is not None for w in windows or ()) != (config.window_rule is not None):
+        raise ValueError(
+            f"`attention_windows` ({windows}) and `window_rule` ({config.window_rule!r}) disagree: a rule goes with "
+            "at least one window, and a window means nothing without its rule."
+        )
+    causal = config.causal_in_block
+    is_list = isinstance(causal, list) and len(causal) == layers
+    if causal is not None and not (is_list and all(isinstance(value, bool) for value in causal)):
+        raise ValueError(
+            f"`causal_in_block` must have True or False for each of {layers} draft layers, or be None, got {causal!r}."
+        )
+
+
 def _check_rope(rope: Any) -> None:
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
@@ -167,10 +191,17 @@ def _check_block(config: Any) -> None:
             "`mask_token_id` is missing. Set it to the id the drafter was trained with (DeepSpec: 151669 for "
             "Qwen3, 4 for Gemma 4); a padding or EOS id in its place lowers acceptance without an error."
         )
-    if not _is_int(config.mask_token_id) or not 0 <= config.mask_token_id < config.vocab_size:
+    known = config.vocab_size
+    if not _is_int(config.mask_token_id) or not 0 <= config.mask_token_id < (known or math.inf):
         raise ValueError(
-            f"`mask_token_id` must be an id of the target's vocabulary, 0..{config.vocab_size - 1}, got "
-            f"{config.mask_token_id!r}. Set it to the id the drafter was trained with."
+            f"`mask_token_id` must be an id of the target's vocabulary, 0..{'V-1' if known is None else known - 1}, "
+            f"got {config.mask_token_id!r}. Set it to the id the drafter was trained with."
+        )
+    has_table = not (config.share_embedding and config.share_lm_head and not config.markov_rank)
+    if known is None and (has_table or config.draft_vocab_size is not None):
+        raise ValueError(
+            "`vocab_size` is None, and the drafter stores a table over the vocabulary (an embedding, an LM head, a "
+            "sequential head or a reduced vocabulary): set it to the target's number of rows."
         )
     if config.draft_vocab_size is not None and config.draft_vocab_size > config.vocab_size:
         raise ValueError(
@@ -186,15 +217,18 @@ def _check_target_layers(config: Any) -> None:
             "`target_layer_ids` is missing. Name the decoder layers of the target whose outputs the drafter reads, "
             "e.g. [1, 9, 17, 25, 33] for Qwen3-4B."
         )
-    if not _is_int(count) or count < 1:
-        raise ValueError(f"`num_target_layers` must be the target's number of decoder layers, got {count!r}.")
+    if count is not None and (not _is_int(count) or count < 1):
+        raise ValueError(
+            f"`num_target_layers` must be the target's number of decoder layers, or None if unknown, got {count!r}."
+        )
     if not isinstance(ids, list) or not all(map(_is_int, ids)):
         raise ValueError(f"`target_layer_ids` must be a list of integers, got {ids!r}.")
     if any(b <= a for a, b in pairwise(ids)):
         raise ValueError(f"`target_layer_ids` must be strictly increasing, got {ids}.")
-    if ids[0] < -1 or ids[-1] >= count - 1:
+    if ids[0] < -1 or (count is not None and ids[-1] >= count - 1):
+        bound, of = ("N-2", "N") if count is None else (count - 2, count)
         raise ValueError(
-            f"`target_layer_ids` must lie in -1..{count - 2} for a target of {count} layers, got {ids}. -1 is the "
+            f"`target_layer_ids` must lie in -1..{bound} for a target of {of} layers, got {ids}. -1 is the "
             "embedding output; the last layer is refused, as transformers returns it after the final norm."
         )
 

@@ -6,6 +6,7 @@ and only safetensors are read. A save that fails changes no file.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -13,57 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
 
 from .adapter_files import drafter_of_adapter, find_adapter, read_adapter_config
+from .any_format import CONFIG_KEYS, check_index, own_config, read_any, read_config, read_record
 from .configuration_dspark import DSparkConfig
 from .peft_layers import carries_adapters
 
-_CONFIG_KEYS = (
-    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
-)  # fmt: skip
 _OF_ADAPTER = ("revision", "subfolder")  # these say where an adapter is, not its drafter
+# What says where files are: nothing to transformers once the tensors are at hand.
+_ABOUT_FILES = (*CONFIG_KEYS, "variant", "trust_remote_code", "use_safetensors", "weights_only")
+_FIELDS = {*inspect.signature(DSparkConfig.__init__).parameters, "bos_token_id", "eos_token_id", "pad_token_id"}
+_FIELDS -= {"self", "kwargs"}
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-def read_config(source: str | os.PathLike[str], **hub_kwargs: Any) -> DSparkConfig:
-    """`DSparkConfig` of a folder or Hub id in any format that can be read.
-
-    Args:
-        source: Local folder or Hub id.
-        **hub_kwargs: `revision`, `token`, `cache_dir`, `subfolder`, ... as in transformers.
-
-    Raises:
-        ValueError: Not a drafter, or a drafter that cannot be represented; says what was found.
-        OSError: There is no config to read.
-    """
-    from dspark.conversion import FORMATS  # here: conversion imports the config class from this package
-
-    try:
-        raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
-    except TypeError:  # what transformers makes of null
-        raw = None
-    if not isinstance(raw, dict):
-        raise OSError(f"The config.json of {source} is not a JSON object, so no drafter can be read from it.")
-    if not raw:
-        hint = ""
-        if os.path.isfile(os.path.join(source, "adapter_config.json")):
-            hint = " It holds an adapter: `DSparkDrafter.from_pretrained` loads it with its drafter."
-        raise OSError(f"{source} has no config.json (or an empty one), so there is no drafter to load from it.{hint}")
-    if raw.get("model_type") == DSparkConfig.model_type:
-        try:
-            return DSparkConfig.from_dict(raw)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"The config.json of {source} is not valid. {error}") from error
-    for module in FORMATS.values():
-        if module.recognises(raw):
-            return module.read_config(raw, source=str(source))
-    raise ValueError(
-        f"{source} is not a DSpark drafter that can be read: its config.json has model_type="
-        f"{raw.get('model_type')!r} and architectures={raw.get('architectures')!r}. Expected model_type 'dspark' or "
-        f"one of the formats {', '.join(sorted(FORMATS))}. A target model goes to `AutoModelForCausalLM`, the drafter "
-        "to `DSparkDrafter`."
-    )
 
 
 class LoadsAnyFormat:
@@ -74,10 +36,12 @@ class LoadsAnyFormat:
         """Load a drafter from a local folder or a Hub id.
 
         Args:
-            pretrained_model_name_or_path: Folder or Hub id, in our format or any that `dspark.conversion` reads; or of
-                a PEFT adapter, which is then active in the drafter it was trained on.
+            pretrained_model_name_or_path: Folder, GGUF file or Hub id, in our format or any that `dspark.conversion`
+                reads; or of a PEFT adapter, which is then active in the drafter it was trained on.
             *args, **kwargs: As `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`,
-                `adapter_name`, ...).
+                `adapter_name`, ...); fields of `DSparkConfig` to change, or to decide where a foreign file does not
+                say; `gguf_file`, the name of a GGUF file in the folder; `allow_pickle=True` to read a foreign
+                checkpoint without safetensors, as plain tensors.
 
         Raises:
             ImportError: It is an adapter, and PEFT is not installed.
@@ -89,47 +53,61 @@ class LoadsAnyFormat:
         if (adapter := of_adapter.pop("_adapter_model_path", None)) is not None:
             del kwargs["adapter_kwargs"]
             return cls._with_adapter(pretrained_model_name_or_path, args, kwargs, adapter, of_adapter)
-        config = kwargs.pop("config", None)
+        source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        _refuse_arguments(config, kwargs)
+        hub_kwargs = {key: kwargs[key] for key in CONFIG_KEYS if key in kwargs}
+        how: dict[str, Any] = {key: kwargs.pop(key) for key in ("gguf_file", "allow_pickle") if key in kwargs}
+        how |= {**hub_kwargs, "variant": kwargs.get("variant")}
+        overrides = {}
         if not isinstance(config, DSparkConfig):
-            if config is not None and not isinstance(config, str | os.PathLike):
-                raise ValueError(
-                    f"`config` must be a DSparkConfig, or the folder or Hub id to read one from, got a "
-                    f"{type(config).__name__}."
-                )
-            hub_kwargs = {key: kwargs[key] for key in _CONFIG_KEYS if key in kwargs}
-            try:
-                config = read_config(pretrained_model_name_or_path if config is None else config, **hub_kwargs)
-            except OSError:
-                adapter = pretrained_model_name_or_path
-                if config is not None or (folder := find_adapter(adapter, **hub_kwargs)) is None:
-                    raise
-                settings = read_adapter_config(folder, adapter)
-                base = drafter_of_adapter(settings, folder, adapter)
-                own = {"revision": settings.revision} if settings.revision else {}
-                kwargs = {key: value for key, value in kwargs.items() if key not in _OF_ADAPTER}
-                return cls._with_adapter(base, args, {**kwargs, **own}, adapter, hub_kwargs)
-            overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in config.to_dict() and key != "dtype"}
-            if overrides:
-                config = DSparkConfig.from_dict({**config.to_dict(), **overrides})
-        if kwargs.get("use_safetensors") is False:
-            raise ValueError(
-                "Drafters load from safetensors only, got use_safetensors=False. A pickle can run code when it is "
-                "opened: convert the checkpoint to safetensors first."
-            )
+            overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in _FIELDS}
+        try:
+            raw, record = ({}, None) if _is_bare(source, config) else read_any(source, how, overrides)
+        except OSError:
+            if config is not None or (folder := find_adapter(source, **hub_kwargs)) is None:
+                raise
+            settings = read_adapter_config(folder, source)
+            base = drafter_of_adapter(settings, folder, source)
+            own = {"revision": settings.revision} if settings.revision else {}
+            kwargs = {key: value for key, value in kwargs.items() if key not in _OF_ADAPTER}
+            return cls._with_adapter(base, args, {**kwargs, **overrides, **own}, source, hub_kwargs)
+        if config is None and record is not None:
+            config = record.to_config(**overrides)
+        elif not isinstance(config, DSparkConfig):
+            config = own_config(source, raw) if config is None else read_config(config, **hub_kwargs)
+            config = DSparkConfig.from_dict({**config.to_dict(), **overrides}) if overrides else config
+        return cls._load(source, record, config, args, kwargs)
+
+    @classmethod
+    def _load(cls, source: Any, record: Any, config: DSparkConfig, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Load weights under `config`: by transformers from our own format, tensor by tensor from a record."""
+        from dspark.conversion import check_finite, check_tensors  # here: conversion imports from this package
+
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs.update(config=config, use_safetensors=True, output_loading_info=True)
         ignores_shapes = kwargs.get("ignore_mismatched_sizes", False)
+        kwargs.update(config=config, use_safetensors=True, output_loading_info=True)
         kwargs["ignore_mismatched_sizes"] = True  # so that all shapes can be named in one message
         load = super().from_pretrained  # type: ignore[misc]
+        if record is None:
+            check_index(source, kwargs)
+        else:
+            check_tensors(record, config, ignores_shapes=ignores_shapes)
+            kwargs = {key: value for key, value in kwargs.items() if key not in _ABOUT_FILES}
         try:
-            model, info = load(pretrained_model_name_or_path, *args, **kwargs)
+            if record is None:
+                model, info = load(source, *args, **kwargs)
+            else:
+                model, info = load(None, *args, state_dict=record.tensors, **kwargs)
         except SafetensorError as error:
             raise OSError(
-                f"The weights of {pretrained_model_name_or_path} cannot be read ({error}): a safetensors file is "
-                "damaged or was cut short. Download or save it again."
+                f"The weights of {source} cannot be read ({error}): a safetensors file is damaged or was cut short. "
+                "Download or save it again."
             ) from error
-        _check_tensors(pretrained_model_name_or_path, info, ignores_shapes=ignores_shapes)
-        _check_draft_ids(pretrained_model_name_or_path, model.draft_token_ids, config.vocab_size)
+        if record is not None:
+            check_finite(record)
+            model.name_or_path = model.config.name_or_path = str(source)
+        _check_tensors(source, info, ignores_shapes=ignores_shapes)
+        _check_draft_ids(source, model.draft_token_ids, config.vocab_size)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -189,8 +167,32 @@ class LoadsAnyFormat:
                     path.unlink()
 
 
-def _check_draft_ids(source: Any, ids: Any, vocab_size: int) -> None:
-    if ids is None or (int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids[1:] > ids[:-1]).all())):
+def _refuse_arguments(config: Any, kwargs: dict[str, Any]) -> None:
+    if config is not None and not isinstance(config, DSparkConfig | str | os.PathLike):
+        raise ValueError(
+            f"`config` must be a DSparkConfig, or the folder or Hub id to read one from, got a "
+            f"{type(config).__name__}."
+        )
+    if kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "Drafters load from safetensors only, got use_safetensors=False. A pickle can run code when it is "
+            "opened: convert the checkpoint to safetensors first."
+        )
+
+
+def _is_bare(source: Any, config: Any) -> bool:
+    """Whether a config was given for a local folder that has none of its own, nor a GGUF file."""
+    if config is None or not os.path.isdir(source):
+        return False
+    return not any(name == "config.json" or name.endswith(".gguf") for name in os.listdir(source))
+
+
+def _check_draft_ids(source: Any, ids: Any, vocab_size: int | None) -> None:
+    if (
+        ids is None
+        or vocab_size is None
+        or (int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids[1:] > ids[:-1]).all()))
+    ):
         return
     raise ValueError(
         f"`draft_token_ids` of {source} must be strictly increasing and lie in 0..{vocab_size - 1}, got "
@@ -228,4 +230,4 @@ def register() -> None:
     AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
 
 
-__all__ = ["LoadsAnyFormat", "read_config", "register"]
+__all__ = ["LoadsAnyFormat", "read_config", "read_record", "register"]

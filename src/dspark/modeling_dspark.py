@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.masking_utils import create_bidirectional_mask
 
 from .adapters import CarriesAdapters
-from .borrowing import SharedModules, TeacherHead, borrow, call_embedding, call_head, teacher_head
+from .borrowing import SharedModules, TeacherHead, borrow, call_embedding, call_head, own_factor, teacher_head
 from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
+from .draft_masks import draft_masks
 from .families import FAMILIES, DraftLayer, DraftRotaryEmbedding, RMSNorm, Rotary, reset_layer_scalar
 from .heads import ConfidenceHead, build_sequential_head
 from .hub import LoadsAnyFormat
-from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk
+from .modeling_outputs import DraftBlock, DraftOutput, DSparkTrainingOutput, Walk, split_anchor
 from .objective import Objective, sample_anchors
 from .peft_layers import base_module
 from .scheduling import VerifyPolicy
@@ -83,7 +83,7 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(config.context_width, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.context_width, config.hidden_size, bias=config.fc_bias)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         layer_class = FAMILIES[config.family]
         self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
@@ -91,8 +91,10 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         self.rotary_emb = DraftRotaryEmbedding(config)
         self.markov_head = build_sequential_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.embed_tokens = None if config.share_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = None if config.share_lm_head else nn.Linear(config.hidden_size, config.num_logits, bias=False)
+        width, rows = config.hidden_size, cast("int", config.vocab_size)  # a drafter with tables knows V
+        logits = cast("int", config.num_logits)
+        self.embed_tokens = None if config.share_embedding else nn.Embedding(rows, width)
+        self.lm_head = None if config.share_lm_head else nn.Linear(width, logits, bias=False)
         reduced = config.draft_vocab_size
         self.register_buffer("draft_token_ids", None if reduced is None else torch.arange(reduced))
         self.speculation = SpeculationConfig()
@@ -180,7 +182,11 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids) * self.config.embed_scale
         assert shared.embedding is not None
-        return call_embedding(shared.embedding, token_ids).to(self._plain_weight)
+        rows = call_embedding(shared.embedding, token_ids).to(self._plain_weight)
+        if not self.config.raw_target_embedding:
+            return rows
+        factor = self.config.embed_scale / own_factor(shared.embedding)
+        return rows if factor == 1 else rows * factor
 
     def base_logits(self, hidden: torch.Tensor, shared: SharedModules) -> torch.Tensor:
         """U_k `[..., Vd]` of hidden states `[..., D]`, from the drafter's own or the borrowed LM head."""
@@ -189,6 +195,8 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         else:
             assert shared.lm_head is not None
             logits = call_head(shared.lm_head, hidden).to(hidden.device)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -263,33 +271,19 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         """
         device = self._plain_weight.device
         hidden = self.embed(self.masked_blocks(anchor_ids.to(device), num_drafts), shared)
-        mask = self._inference_mask(hidden, cache)
-        hidden = self.run_layers(hidden, cache.next_positions(hidden.shape[1], device), cache, mask)
-        if not self.config.sample_from_anchor:
-            hidden = hidden[:, 1:]
-        return DraftBlock(hidden, self.base_logits(hidden, shared))
+        masks = draft_masks(self.config, hidden, cache)
+        hidden = self.run_layers(hidden, cache.next_positions(hidden.shape[1], device), cache, masks)
+        hidden, anchor_hidden = split_anchor(self.config, hidden)
+        return DraftBlock(hidden, self.base_logits(hidden, shared), anchor_hidden)
 
-    def run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, context: Any, mask: Any) -> torch.Tensor:
-        """Draft layers and final norm on `[B, n, D]`; `context.extend` adds the context's keys and values."""
+    def run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, context: Any, masks: Sequence[Any]
+    ) -> torch.Tensor:
+        """Draft layers, each under its mask, and final norm on `[B, n, D]`; `context` adds its keys and values."""
         rotary = self._rotary(hidden, positions)
-        for layer in self.layers:
+        for layer, mask in zip(self.layers, masks, strict=True):
             hidden = layer(hidden, rotary, context, mask)
         return self.norm(hidden)
-
-    def _inference_mask(self, hidden: torch.Tensor, cache: ContextCache) -> Any:
-        valid = cache.valid_slots(hidden.shape[1], hidden.device)
-        if valid is None:
-            return None
-        if "flash" in (self.config._attn_implementation or ""):
-            raise ValueError(
-                f"Rows of different lengths are drafted under a mask with padding on the right, and attention "
-                f"{self.config._attn_implementation!r} takes it for padding on the left. Load the drafter with "
-                "attn_implementation='sdpa', or draft one row at a time."
-            )
-        keys = hidden.new_empty(hidden.shape[0], valid.shape[1], 0)
-        return create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden, attention_mask=valid.long(), encoder_hidden_states=keys
-        )
 
     def walk_block(self, block: DraftBlock, anchor_ids: torch.Tensor, choose: Chooser) -> Walk:
         """Step 3: repair a block left to right; `choose` picks each slot's token from its corrected logits.
@@ -300,7 +294,9 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
             choose: See `Chooser`.
         """
         previous = anchor_ids.to(block.hidden.device)
-        state = None if self.markov_head is None else self.markov_head.initial_state(len(previous), like=block.hidden)
+        state = None
+        if self.markov_head is not None:
+            state = self.markov_head.start(previous, block.anchor_hidden, like=block.hidden)
         tokens: list[torch.Tensor] = []
         corrected = []
         for k in range(block.base_logits.shape[1]):

@@ -6,17 +6,29 @@ Shape letters as in `modeling_dspark`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import ModelOutput
 
 
 class DraftBlock(NamedTuple):
-    """One parallel pass (step 2): `hidden [B, g, D]` after the final norm and `base_logits [B, g, Vd]` (U_k)."""
+    """One parallel pass (step 2).
+
+    Attributes:
+        hidden: `[B, g, D]`, after the final norm.
+        base_logits: `[B, g, Vd]` (U_k).
+        anchor_hidden: `[B, D]` of an anchor slot that drafts nothing; None where it drafts.
+    """
 
     hidden: torch.Tensor
     base_logits: torch.Tensor
+    anchor_hidden: torch.Tensor | None = None
+
+
+def split_anchor(config: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Hidden states `[..., q, D]` of all slots as those that draft `[..., g, D]` and the anchor's if it does not."""
+    return (hidden, None) if config.sample_from_anchor else (hidden[..., 1:, :], hidden[..., 0, :])
 
 
 class Walk(NamedTuple):
@@ -77,4 +89,4 @@ class DSparkTrainingOutput(ModelOutput):
     confidence_logits: torch.Tensor | None = None
 
 
-__all__ = ["DSparkTrainingOutput", "DraftBlock", "DraftOutput", "Walk"]
+__all__ = ["DSparkTrainingOutput", "DraftBlock", "DraftOutput", "Walk", "split_anchor"]

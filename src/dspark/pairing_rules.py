@@ -83,7 +83,7 @@ def _layers(pair: Pair) -> Iterator[Finding]:
             f"The drafter reads hidden states of width {width}, the target's have {text.hidden_size}. They must be "
             "equal: load the drafter that was trained for this target.",
         )
-    if count != config.num_target_layers:
+    if config.num_target_layers is not None and count != config.num_target_layers:
         yield Finding(
             "error",
             "num_target_layers",
@@ -91,18 +91,22 @@ def _layers(pair: Pair) -> Iterator[Finding]:
             "They must be equal: load the drafter that was trained for this target.",
         )
     ids = config.target_layer_ids
+    stored = pair.note.get("stored_layer_ids")
+    found = f"{ids}, {stored} as its file counts them" if stored else f"{ids}"
     if min(ids) < -1 or max(ids) >= count - 1:
         yield Finding(
             "error",
             "target_layer_ids",
-            f"The drafter reads target layers {ids}, which must lie in -1..{count - 2} for a target of {count} layers "
-            "(-1 is the embedding output; the last layer's output is only known after the final norm). Load the "
-            "drafter that was trained for this target.",
+            f"The drafter reads target layers {found}, which must lie in -1..{count - 2} for a target of {count} "
+            "layers (-1 is the embedding output; the last layer's output is only known after the final norm). Load "
+            "the drafter that was trained for this target.",
         )
 
 
 def _vocabulary(pair: Pair) -> Iterator[Finding]:
     config, rows, known = pair.config, logit_rows(pair.target), pair.config.vocab_size
+    if known is None:
+        return
     way_out = "load the drafter for this target"
     if rows > known:
         way_out += f", or `target.resize_token_embeddings({known})` if the last {rows - known} rows are padding"

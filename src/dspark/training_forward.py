@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from .borrowing import SharedModules, call_head
-from .families import Rotary
-from .modeling_outputs import DSparkTrainingOutput
+from .families import LayerAttention, Rotary, layer_attention, sees_block, sees_context
+from .modeling_outputs import DSparkTrainingOutput, split_anchor
 from .objective import (
     Blocks,
     LossTerms,
     Objective,
+    Sight,
     TargetLaw,
     VocabularyHeads,
     block_attention_mask,
@@ -83,9 +84,10 @@ def training_forward(
     objective = drafter.objective
     blocks = build_blocks(input_ids, loss_mask, *anchors, objective.num_drafts or drafter.config.num_draft_tokens)
     with _backbone_gradient(objective):
-        hidden = block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
+        slots = block_hidden(drafter, input_ids, target_hidden_states, blocks, shared)
+        hidden, anchor_hidden = split_anchor(drafter.config, slots)
     head = drafter.markov_head
-    features = None if head is None else head.block_features(blocks.previous_ids, hidden)
+    features = None if head is None else head.block_features(blocks.previous_ids, hidden, anchor_hidden)
     seen = hidden.detach() if objective.detach_confidence else hidden
     confidence = drafter.confidence_logits(seen, blocks.previous_ids)
     teacher = None
@@ -166,7 +168,7 @@ def block_hidden(
     blocks: Blocks,
     shared: SharedModules,
 ) -> torch.Tensor:
-    """Hidden states of all blocks, `[B, A, g, D]`."""
+    """Hidden states of all slots of all blocks, `[B, A, q, D]`."""
     batch, length = input_ids.shape
     anchors, drafts = blocks.labels.shape[1:]
     features = drafter.project_context(target_hidden_states)
@@ -177,21 +179,26 @@ def block_hidden(
     slots = torch.arange(size, device=input_ids.device)
     positions = (blocks.anchor_positions[..., None] + slots).flatten(1)
     hidden = drafter.embed(block_ids.flatten(1), shared)
-    mask = _mask(drafter, blocks, length, size, hidden.dtype)
-    hidden = drafter.run_layers(hidden, positions, context, mask).view(batch, anchors, size, -1)
-    return hidden if drafter.config.sample_from_anchor else hidden[:, :, 1:]
+    kinds = layer_attention(drafter.config)
+    shape = {"context_length": length, "block_size": size}
+    masks = {kind: _mask(drafter, blocks, shape, hidden.dtype, kind) for kind in dict.fromkeys(kinds)}
+    hidden = drafter.run_layers(hidden, positions, context, [masks[kind] for kind in kinds])
+    return hidden.view(batch, anchors, size, -1)
 
 
-def _mask(drafter: DSparkDrafter, blocks: Blocks, length: int, size: int, dtype: torch.dtype) -> Any:
+def _mask(
+    drafter: DSparkDrafter, blocks: Blocks, shape: dict[str, int], dtype: torch.dtype, kind: LayerAttention
+) -> Any:
     attention = drafter.config._attn_implementation
+    sight = None if kind.is_plain else Sight(partial(sees_context, kind), partial(sees_block, kind))
     if attention == "flex_attention":
-        return flex_block_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)
+        return flex_block_mask(blocks.anchor_positions, blocks.keep, **shape, sight=sight)
     if attention not in ("sdpa", "eager"):
         raise ValueError(
             f"Training packs blocks under a mask of their own, which attention {attention!r} does not take. Load the "
             "drafter with attn_implementation='flex_attention', 'sdpa' or 'eager'."
         )
-    mask = block_attention_mask(blocks.anchor_positions, blocks.keep, context_length=length, block_size=size)
+    mask = block_attention_mask(blocks.anchor_positions, blocks.keep, **shape, sight=sight)
     if attention == "sdpa":
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

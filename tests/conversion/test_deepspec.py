@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from dspark.conversion import FORMATS, deepspec
+from dspark.conversion import FORMATS, Checkpoint, deepspec
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
@@ -32,7 +32,7 @@ def raw(name: str) -> dict:
 def read(config: dict, **changes) -> DSparkConfig:
     """`...` removes a field."""
     changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
-    return deepspec.read_config(changed, source="some/drafter")
+    return deepspec.read(Checkpoint("some/drafter", changed, None), {}).to_config()
 
 
 def without_rope(config: dict) -> dict:

@@ -51,7 +51,7 @@ def _choose(
     processors = request.processors
     if processors.draft:
         prefixes = {} if processors.draft_is_row_wise else _prefixes(run, group, tokens)
-        vocab = drafter.config.vocab_size
+        vocab = drafter.config.vocab_size or logits.shape[1]
         logits = processors.process_draft(prefixes, logits.float(), drafter.draft_token_ids, vocab)
     if vocabulary.forbidden is not None:
         logits = logits.masked_fill(vocabulary.forbidden, -torch.inf)

@@ -40,10 +40,11 @@ class DraftVocabulary(NamedTuple):
     def of(cls, drafter: DSparkDrafter, rows: int, device: torch.device) -> DraftVocabulary:
         """Of a drafter and a target with `rows` rows of logits; the law's tensors live on `device`."""
         ids = drafter.draft_token_ids
-        columns = torch.arange(drafter.config.num_logits, device=drafter.device) if ids is None else ids
+        width = drafter.config.num_logits or rows
+        columns = torch.arange(width, device=drafter.device) if ids is None else ids
         forbidden = columns >= rows
         if not bool(forbidden.any()):
-            whole = ids is None and drafter.config.num_logits == rows
+            whole = ids is None and width == rows
             return cls(None, None, None if whole else columns.to(device))
         kept = (~forbidden).nonzero()[:, 0]
         return cls(forbidden, kept, None if ids is None else ids[kept].to(device))

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DraftBlock, DSparkDrafter
+from ..modeling_outputs import split_anchor
 from ..objective import build_blocks
 from ..simulation import AcceptanceTrace
 from ..training_forward import block_hidden
@@ -54,8 +55,9 @@ def _blocks(
         ids, everywhere, anchors, torch.ones_like(anchors, dtype=torch.bool), drafter.config.num_draft_tokens
     )
     states = text.read(drafter.config.target_layer_ids or ())[None]
-    hidden = block_hidden(drafter, ids, states, blocks, shared)[0]
-    block = DraftBlock(hidden, drafter.base_logits(hidden, shared))
+    slots = block_hidden(drafter, ids, states, blocks, shared)[0]
+    hidden, anchor_hidden = split_anchor(drafter.config, slots)
+    block = DraftBlock(hidden, drafter.base_logits(hidden, shared), anchor_hidden)
     anchor_ids = ids[0, anchors[0]]
     walk = drafter.walk_block(block, anchor_ids, lambda _k, logits, _t: drafter.to_target_ids(logits.argmax(-1)))
     logits = drafter.confidence_logits(hidden, walk.previous_ids)

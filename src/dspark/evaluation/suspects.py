@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -84,14 +85,14 @@ def _configured(drafter: DSparkDrafter, name: str, advice: str, **fields: Any) -
 def _mask_candidates(tokenizer: Any, config: Any) -> list[int]:
     """Other special tokens that may have been the block's filler."""
     ids = getattr(tokenizer, "all_special_ids", None) or []
-    return [int(i) for i in ids if i != config.mask_token_id and 0 <= i < config.vocab_size][:8]
+    return [int(i) for i in ids if i != config.mask_token_id and 0 <= i < (config.vocab_size or math.inf)][:8]
 
 
 def _read_as_offsets(drafter: DSparkDrafter) -> torch.Tensor | None:
     ids = drafter.draft_token_ids
     assert ids is not None
     shifted = ids + torch.arange(len(ids), device=ids.device)
-    return shifted if int(shifted.max()) < drafter.config.vocab_size else None
+    return shifted if int(shifted.max()) < (drafter.config.vocab_size or 0) else None
 
 
 def _with_vocabulary(drafter: DSparkDrafter, ids: torch.Tensor) -> DSparkDrafter:

@@ -6,6 +6,7 @@ from .base import DraftLayer, DraftRotaryEmbedding, GatedMLP, KeyValueSource, RM
 from .gemma4 import Gemma4DraftLayer, reset_layer_scalar
 from .llama import LlamaDraftLayer
 from .qwen3 import Qwen3DraftLayer
+from .windows import LayerAttention, layer_attention, sees_block, sees_context
 
 # Beside the literal `Family` of the config; a test holds that the two agree.
 FAMILIES: dict[str, type[DraftLayer]] = {
@@ -20,7 +21,11 @@ __all__ = [
     "DraftRotaryEmbedding",
     "GatedMLP",
     "KeyValueSource",
+    "LayerAttention",
     "RMSNorm",
     "Rotary",
+    "layer_attention",
     "reset_layer_scalar",
+    "sees_block",
+    "sees_context",
 ]

@@ -31,6 +31,22 @@ class SequentialHead(nn.Module):
         """State before the first slot of a block; None for heads without memory."""
         return None
 
+    def start(
+        self, anchor_ids: torch.Tensor, anchor_hidden: torch.Tensor | None, *, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """State before the first slot that drafts.
+
+        Args:
+            anchor_ids: int64 `[B]`, target ids.
+            anchor_hidden: `[B, D]` of an anchor slot that drafts nothing: a head with memory has seen it all the same,
+                with the anchor as the token before it, as in training. None where the anchor slot drafts.
+            like: Hidden states, for dtype and device.
+        """
+        state = self.initial_state(len(anchor_ids), like=like)
+        if state is None or anchor_hidden is None:
+            return state
+        return self.features(self.embed_previous(anchor_ids), anchor_hidden, state)[1]
+
     def features(
         self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -62,18 +78,26 @@ class SequentialHead(nn.Module):
         features, state = self.features(self.embed_previous(previous_ids), hidden, state)
         return self.markov_w2(features), state
 
-    def block_features(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def block_features(
+        self,
+        previous_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        anchor_hidden: torch.Tensor | None = None,  # noqa: ARG002 - for heads with memory
+    ) -> torch.Tensor:
         """What `W2` is applied to, for whole teacher-forced blocks.
 
         Args:
-            previous_ids: Token before each slot, int64 `[..., K]` (slot 0: the anchor), target ids.
+            previous_ids: Token before each drafting slot, int64 `[..., K]` (the first: the anchor), target ids.
             hidden: Hidden states `[..., K, D]`.
+            anchor_hidden: `[..., D]`, see [`SequentialHead.start`].
 
         Returns:
             Features `[..., K, r]`.
         """
         return self.features(self.embed_previous(previous_ids), hidden, None)[0]
 
-    def block_bias(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def block_bias(
+        self, previous_ids: torch.Tensor, hidden: torch.Tensor, anchor_hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Teacher-forced bias `[..., K, Vd]` of whole blocks; arguments as `block_features`."""
-        return self.markov_w2(self.block_features(previous_ids, hidden))
+        return self.markov_w2(self.block_features(previous_ids, hidden, anchor_hidden))

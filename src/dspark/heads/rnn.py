@@ -35,10 +35,14 @@ class RecurrentHead(SequentialHead):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
-    def block_features(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def block_features(
+        self, previous_ids: torch.Tensor, hidden: torch.Tensor, anchor_hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Slot after slot, with the state carried along; see [`SequentialHead.block_features`]."""
         previous = self.embed_previous(previous_ids)
         state: torch.Tensor | None = torch.zeros_like(previous[..., 0, :])
+        if anchor_hidden is not None:  # the anchor stands before the first drafting slot, and before itself
+            state = self.features(previous[..., 0, :], anchor_hidden, state)[1]
         outputs = []
         for k in range(previous_ids.shape[-1]):
             features, state = self.features(previous[..., k, :], hidden[..., k, :], state)

@@ -1,6 +1,6 @@
 """What a drafter is trained for: anchors and blocks, and the loss on them. Pure tensors; imports no model."""
 
-from .anchors import Blocks, block_attention_mask, build_blocks, flex_block_mask, sample_anchors
+from .anchors import Blocks, Sight, block_attention_mask, build_blocks, flex_block_mask, sample_anchors
 from .fused import VocabularyHeads, VocabularyTerms, vocabulary_loss
 from .losses import LossTerms, Objective, TargetLaw, block_loss, combine_terms, l1_distance, position_weights
 
@@ -8,6 +8,7 @@ __all__ = [
     "Blocks",
     "LossTerms",
     "Objective",
+    "Sight",
     "TargetLaw",
     "VocabularyHeads",
     "VocabularyTerms",

@@ -7,9 +7,22 @@ Shape letters: `B` sequences, `S` tokens, `A` anchors per sequence, `K` draft to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+
+class Sight(NamedTuple):
+    """What a layer with a window or causal blocks sees; positions int64 and broadcastable, results bool.
+
+    Attributes:
+        context: `(slots, keys, anchors)`: whether slots see context keys, those from the anchor on not.
+        block: `(slots, keys)`: whether slots see slots of their own block.
+    """
+
+    context: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    block: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Blocks(NamedTuple):
@@ -94,7 +107,12 @@ def build_blocks(
 
 
 def block_attention_mask(
-    anchor_positions: torch.Tensor, keep: torch.Tensor, *, context_length: int, block_size: int
+    anchor_positions: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    context_length: int,
+    block_size: int,
+    sight: Sight | None = None,
 ) -> torch.Tensor:
     """Who may attend to whom when blocks are packed after the context.
 
@@ -106,21 +124,35 @@ def block_attention_mask(
         keep: bool `[B, A]`; dummy blocks see only themselves.
         context_length: S.
         block_size: Input slots per block, `q`.
+        sight: What the layer sees; None: the whole context before the anchor and the whole block.
 
     Returns:
         bool `[B, 1, A*q, S + A*q]`, True = may attend; keys are the context, then the blocks.
     """
     batch, anchors = anchor_positions.shape
     device = anchor_positions.device
-    sees_context = torch.arange(context_length, device=device) < anchor_positions[..., None]  # [B, A, S]
-    sees_context = (sees_context & keep[..., None]).repeat_interleave(block_size, dim=1)
-    owner = torch.arange(anchors, device=device).repeat_interleave(block_size)
-    own = (owner[:, None] == owner).expand(batch, -1, -1)
+    places = torch.arange(context_length, device=device)
+    slot = torch.arange(anchors * block_size, device=device)
+    owner, place = slot // block_size, slot % block_size
+    own = owner[:, None] == owner
+    if sight is None:
+        sees_context = places < anchor_positions[..., None]  # [B, A, S]
+        sees_context = (sees_context & keep[..., None]).repeat_interleave(block_size, dim=1)
+    else:
+        of_slot = anchor_positions[:, owner, None]  # [B, A*q, 1]
+        sees_context = sight.context(of_slot + place[:, None], places, of_slot) & keep[:, owner, None]
+        own = own & sight.block(place[:, None], place)
+    own = own.expand(batch, -1, -1)
     return torch.cat([sees_context, own], dim=-1)[:, None]
 
 
 def flex_block_mask(
-    anchor_positions: torch.Tensor, keep: torch.Tensor, *, context_length: int, block_size: int
+    anchor_positions: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    context_length: int,
+    block_size: int,
+    sight: Sight | None = None,
 ) -> Any:
     """`block_attention_mask` as flex attention's `BlockMask`, which is never laid out whole; arguments as there."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -133,6 +165,12 @@ def flex_block_mask(
 
     def may_attend(b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         in_context = (kv < context_length) & (kv < limits[b, q])
-        return in_context | ((kv >= context_length) & ((kv - context_length) // block_size == q // block_size))
+        own = (kv >= context_length) & ((kv - context_length) // block_size == q // block_size)
+        if sight is not None:
+            place = q % block_size
+            # Not in place: flex attention compiles this.
+            in_context = in_context & sight.context(limits[b, q] + place, kv, limits[b, q])
+            own = own & sight.block(place, (kv - context_length) % block_size)
+        return in_context | own
 
     return create_block_mask(may_attend, batch, None, queries, context_length + queries, device=str(device))

@@ -185,7 +185,7 @@ def _rope(config: Any, family: Family) -> dict[str, Any] | None:
 
 def _own_head(drafter: DSparkDrafter, target: PreTrainedModel, draft_vocab: Sequence[int]) -> None:
     head = head_module(target)
-    ids = torch.tensor(check_draft_vocab(draft_vocab, drafter.config.vocab_size))
+    ids = torch.tensor(check_draft_vocab(draft_vocab, drafter.config.vocab_size or 0))
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         raise ValueError(
             f"A reduced draft vocabulary copies rows of the target's LM head, but that of {describe(target)} is not a "

@@ -77,7 +77,7 @@ def prepare(
         console = Console(quiet=True)  # one process speaks
     data = _read(request, target)
     drafter = _drafter(request, target, tokenizer, data, checkpoint)
-    _say_mask(console, data, drafter)
+    _say_mask(console, data, drafter, vocabulary_rows(target))
     if request.features and isinstance(data, AnswerDataset):
         _write_features(request, target, data, drafter.config.target_layer_ids or ())
         if request.features_only:
@@ -246,10 +246,10 @@ def _model(request: TrainRequest, drafter: DSparkDrafter) -> Any:
     return drafter
 
 
-def _say_mask(console: Console, data: Data, drafter: DSparkDrafter) -> None:
+def _say_mask(console: Console, data: Data, drafter: DSparkDrafter, vocab_size: int) -> None:
     config = drafter.config
     _print(console, f"mask token {config.mask_token_id}: {(config.target or {}).get('mask_token', 'of the drafter')}")
-    if seen := int(data.answer_token_counts(config.vocab_size)[config.mask_token_id]):
+    if seen := int(data.answer_token_counts(vocab_size)[config.mask_token_id]):
         _print(console, f"warning: the answers hold the mask token {seen} times; drafts are better with one they lack")
 
 

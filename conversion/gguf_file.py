@@ -1,0 +1,87 @@
+"""GGUF files by the package `gguf`: metadata as plain values, tensors dequantised when they are read."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .stored import StoredTensor
+
+_HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
+# The shortest entry a header can hold: name length, one letter, dimensions, one extent, type, offset; and for a key
+# its name length, one letter, type, one byte of value.
+_SHORTEST_TENSOR, _SHORTEST_KEY = 8 + 1 + 4 + 8 + 4 + 8, 8 + 1 + 4 + 1
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "F64": "float64"}
+
+
+def open_gguf(path: str) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Metadata and tensors of a GGUF file.
+
+    Raises:
+        ImportError: The package `gguf` is not installed.
+        OSError: The file is damaged; found before anything is allocated.
+    """
+    _check_header(path)
+    try:
+        gguf = importlib.import_module("gguf")
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a GGUF file, and reading it needs the package `gguf`: pip install gguf."
+        ) from error
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {name: part.contents() for name, part in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = {part.name: _stored(gguf, Path(path).name, part) for part in reader.tensors}
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+        raise OSError(_damaged(path, str(error))) from error
+    return metadata, tensors
+
+
+def _check_header(path: str) -> None:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = file.read(_HEADER.size)
+    if len(start) < _HEADER.size or start[:4] != b"GGUF":
+        raise OSError(_damaged(path, "it does not begin as one"))
+    _, _, tensors, keys = _HEADER.unpack(start)
+    if tensors * _SHORTEST_TENSOR + keys * _SHORTEST_KEY > size:
+        raise OSError(
+            _damaged(path, f"its header counts {tensors} tensors and {keys} keys, more than {size} bytes hold")
+        )
+
+
+def _damaged(path: str, reason: str) -> str:
+    return f"{path} cannot be read as a GGUF file ({reason}): it is damaged or was cut short. Download it again."
+
+
+def _stored(gguf: Any, file: str, part: Any) -> StoredTensor:
+    kind = part.tensor_type.name
+    shape = tuple(int(extent) for extent in reversed(part.shape.tolist()))
+    # Of a truncated file the data comes out short instead of failing.
+    if part.data.nbytes != part.n_bytes:
+        raise ValueError(f"tensor {part.name} ends beyond the file")
+    transform = "" if kind in _PLAIN else f"dequantised from {kind}"
+    return StoredTensor(
+        file, part.name, _PLAIN.get(kind, kind), shape, _reader(gguf, part, shape), int(part.n_bytes), transform
+    )
+
+
+def _reader(gguf: Any, part: Any, shape: tuple[int, ...]) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        kind = part.tensor_type.name
+        if kind == "BF16":
+            return torch.from_numpy(part.data.copy()).view(torch.bfloat16).reshape(shape)
+        if kind in _PLAIN:
+            return torch.from_numpy(part.data.copy()).reshape(shape)
+        return torch.from_numpy(gguf.quants.dequantize(part.data, part.tensor_type)).reshape(shape)
+
+    return read
+
+
+__all__ = ["open_gguf"]
