@@ -68,6 +68,7 @@ def diagnosis(length: float, *suspects: Suspect, **fields: Any) -> Diagnosis:
         (diagnosis(2.0, Suspect("x", 2.5, 0.5, 0.1, "do y")), "Likely cause: x. .* 2.50, not 2.00: do y"),
         (diagnosis(2.0, Suspect("x", 2.5, 0.5, 0.3, "do y")), "No fault found"),  # within twice its noise
         (diagnosis(3.0, Suspect("x", 3.15, 0.15, 0.01, "do y")), "No fault found"),  # too little to matter
+        (diagnosis(2.0, Suspect("x", 4.5, 2.5, 0.1, "do y"), rounds=5), "over 5 rounds only: too few"),
         (diagnosis(1.02), "Nearly nothing is accepted"),
         (diagnosis(2.0, expected_length=3.0), "own report says 3.00"),
         (diagnosis(2.0, expected_length=2.1), "No fault found"),
@@ -78,7 +79,7 @@ def test_verdicts(found: Diagnosis, words: str) -> None:
     import re
 
     assert re.search(words, found.verdict)
-    assert found.is_healthy == ("No fault" in words)
+    assert found.is_healthy == ("No fault" in words or "too few" in words)
     assert found.to_dict()["verdict"] == found.verdict
 
 

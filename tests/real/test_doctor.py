@@ -35,7 +35,7 @@ def diagnosis(real, count: int, tokens: int, **fields) -> Diagnosis:
 
 
 def test_nothing_wrong(real) -> None:
-    assert diagnosis(real, 1, 24).is_healthy
+    assert diagnosis(real, 2, 32).is_healthy
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from .suspects import changes
 _GAIN = 0.10  # of the tokens beyond 1 per round: below it a suspect is noise
 _NOTICED = 0.1  # tokens per round
 _MUCH_LESS = 0.85  # of the reported length
+_FEWEST_ROUNDS = 16  # below it a standard error says nothing, and one of ten suspects always looks good
 
 
 @dataclass
@@ -73,7 +74,9 @@ class Diagnosis:
 
     @property
     def cause(self) -> Suspect | None:
-        """The suspect that explains most, if any explains enough to matter."""
+        """The suspect that explains most, if any explains enough to matter and there are rounds enough to say so."""
+        if self.rounds < _FEWEST_ROUNDS:
+            return None
         beyond = max(self.replayed_length - 1, 0.0)
         causes = [s for s in self.suspects if s.gain >= max(_NOTICED, _GAIN * beyond, 2 * s.noise)]
         return causes[0] if causes else None
@@ -114,6 +117,11 @@ class Diagnosis:
                 f"The accepted length is {length:.2f}, the drafter's own report says {expected:.2f}, and no setting "
                 "explains it: these prompts are unlike those of the report, or the target's weights are not those it "
                 "was trained with. Fine-tune the drafter on the target's answers to such prompts."
+            )
+        if self.rounds < _FEWEST_ROUNDS:
+            return True, (
+                f"{length:.2f} tokens per round, over {self.rounds} rounds only: too few to judge a setting by "
+                f"({_FEWEST_ROUNDS} at least). Give more prompts or longer answers."
             )
         return True, f"No fault found: {length:.2f} tokens per round is what this drafter gives here."
 
