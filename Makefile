@@ -23,11 +23,11 @@ test: $(TEST)/ready
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
-	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not slow and not gpu and not browser" $(ARGS)
 
 # With the long studies.
 test-all: $(TEST)/ready
-	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
+	$(PYTEST) $(TEST)/bin/python -m pytest $(SPREAD) -m "not gpu and not browser" $(ARGS)
 
 # The decoding core on the oldest supported transformers and one in between.
 test-matrix: $(MATRIX:%=.venv/transformers-%/ready)

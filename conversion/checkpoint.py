@@ -34,6 +34,9 @@ class Checkpoint:
         tensors: Name in the files to tensor; None where only the config is known.
         is_gguf: Whether it is a GGUF file.
         files: Other files beside it that matter to readers, by name.
+
+    Raises:
+        ValueError: `architectures` of the config is no list of names.
     """
 
     source: str
@@ -41,6 +44,11 @@ class Checkpoint:
     tensors: dict[str, StoredTensor] | None
     is_gguf: bool = False
     files: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        names = self.config.get("architectures")
+        if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+            raise ValueError(f"{self.source}: `architectures` must be a list of class names, got {names!r}.")
 
 
 def open_checkpoint(
@@ -71,10 +79,10 @@ def open_checkpoint(
     if (path := find_gguf(source, gguf_file, has_config=bool(config), **hub_kwargs)) is not None:
         metadata, tensors = open_gguf(path)
         return Checkpoint(str(source), metadata, tensors, is_gguf=True)
-    tensors = _open_safetensors(place, variant)
-    if tensors is None:
-        tensors = _open_pickles(place, allow_pickle=allow_pickle)
-    return Checkpoint(str(source), config, tensors, files=place.listing())
+    stored = _open_safetensors(place, variant)
+    if stored is None:
+        stored = _open_pickles(place, allow_pickle=allow_pickle)
+    return Checkpoint(str(source), config, stored, files=place.listing())
 
 
 class _Place:
@@ -147,14 +155,50 @@ def _open_safetensors(place: _Place, variant: str | None) -> dict[str, StoredTen
     return tensors
 
 
+def open_some(
+    source: str | os.PathLike[str], choose: Callable[[list[str]], list[str]], **hub_kwargs: Any
+) -> dict[str, StoredTensor]:
+    """Some tensors of a safetensors checkpoint; of a repository only the shards they are in are fetched.
+
+    Args:
+        source: Folder or Hub id.
+        choose: The names wanted, of all names.
+        **hub_kwargs: As [`open_checkpoint`].
+
+    Raises:
+        OSError: There are no safetensors files, or damaged ones.
+        ValueError: An index leads out of the folder.
+    """
+    place = _Place(source, hub_kwargs)
+    if (path := place.find(name := "model.safetensors")) is not None:
+        held = _headers(place, name, path)
+        return {key: held[key] for key in choose(list(held))}
+    if (path := place.find(name := "model.safetensors.index.json")) is None:
+        raise OSError(f"{source} has no safetensors weights to read tables from.")
+    places = _weight_map(place, name, path)
+    wanted = choose(list(places))
+    found: dict[str, StoredTensor] = {}
+    for shard in sorted({places[key] for key in wanted}):
+        if (path := place.find(shard)) is None:
+            raise OSError(f"{source} has no file {shard}, which its {name} names. Download the missing shard.")
+        found |= _headers(place, shard, path)
+    if missing := [key for key in wanted if key not in found]:
+        raise OSError(f"{name} of {source} names {', '.join(missing)}, which its shards do not hold: {_WAY_OUT}")
+    return {key: found[key] for key in wanted}
+
+
 def _shards(place: _Place, name: str, path: str) -> list[str]:
+    return sorted(set(_weight_map(place, name, path).values()))
+
+
+def _weight_map(place: _Place, name: str, path: str) -> dict[str, str]:
     try:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"{name} of {place.source} is not an index of shards ({error!r}): {_WAY_OUT}") from error
     check_shard_names(place.source, name, shards)
-    return shards
+    return weight_map
 
 
 def check_index(folder: str, variant: str | None) -> None:
@@ -186,22 +230,28 @@ def check_shard_names(source: Any, index: str, shards: list[str]) -> None:
 
 def _headers(place: _Place, name: str, path: str) -> dict[str, StoredTensor]:
     try:
-        handle = safe_open(path, framework="pt")
-        found = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - a handle is not a mapping
+        with safe_open(path, framework="pt") as handle:
+            slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - a handle is not a mapping
+            found = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise OSError(f"The weights of {place.source} cannot be read, {name} ({error}): {_WAY_OUT}") from error
     tensors = {}
-    for key, part in found.items():
-        dtype, shape = _DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
-        tensor = StoredTensor(name, key, dtype, shape, _reader(handle, key), 0)
+    for key, (code, shape) in found.items():
+        dtype = _DTYPES.get(code, code)
+        tensor = StoredTensor(name, key, dtype, shape, _reader(path, key), 0)
         width = getattr(torch, dtype).itemsize if dtype in _DTYPES.values() else 1
         tensor.num_bytes = tensor.num_elements * width
         tensors[key] = tensor
     return tensors
 
 
-def _reader(handle: Any, key: str) -> Callable[[], torch.Tensor]:
-    return lambda: handle.get_tensor(key)
+def _reader(path: str, key: str) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        # Opened for each tensor: pages of a file that stays mapped count as memory in use.
+        with safe_open(path, framework="pt") as handle:
+            return handle.get_tensor(key)
+
+    return read
 
 
 def _open_pickles(place: _Place, *, allow_pickle: bool) -> dict[str, StoredTensor] | None:
@@ -221,4 +271,4 @@ def _open_pickles(place: _Place, *, allow_pickle: bool) -> dict[str, StoredTenso
     return open_pickle(path)
 
 
-__all__ = ["Checkpoint", "check_index", "check_shard_names", "find_gguf", "open_checkpoint"]
+__all__ = ["Checkpoint", "check_index", "check_shard_names", "find_gguf", "open_checkpoint", "open_some"]

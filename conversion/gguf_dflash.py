@@ -15,9 +15,10 @@ from .names import GGUF_DFLASH, map_names
 from .parts import NO_HEADS, NO_SCALE, REST, full_attention, set_draft_vocab, set_layers, tables, target_width
 from .reading import Reader
 from .record import Record
+from .stored import StoredTensor
 
 NAME = "gguf-dflash"
-_SIZES = {
+SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -40,6 +41,7 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
     stored = checkpoint.tensors or {}
     reader.tensors = map_names(reader.source, stored, GGUF_DFLASH, reader.ignored)
     gguf_sizes(reader, "dflash.")
+    _frequency_factors(reader, stored.get("rope_freqs.weight"))
     reader.take("block_size", "dflash.block_size")
     reader.layer_ids("dflash.target_layers", -1, "minus 1: layers are counted by their inputs")
     reader.take("mask_token_id", "tokenizer.ggml.mask_token_id")
@@ -63,11 +65,11 @@ def gguf_sizes(reader: Reader, prefix: str) -> None:
     Raises:
         ValueError: A key is missing, or heads rotate in part.
     """
-    for name, key in _SIZES.items():
+    for name, key in SIZES.items():
         rule = (40960, "not in the file; limits nothing") if name == "max_position_embeddings" else None
         reader.take(name, prefix + key, rule=rule)
     eps = reader.fields["rms_norm_eps"]
-    reader.fields["rms_norm_eps"] = eps._replace(value=_shortest(eps.value))
+    reader.fields["rms_norm_eps"] = eps._replace(value=shortest(eps.value))
     turned, width = reader.get(prefix + "rope.dimension_count"), reader.fields["head_dim"].value
     if turned not in (None, width):
         raise ValueError(
@@ -76,7 +78,7 @@ def gguf_sizes(reader: Reader, prefix: str) -> None:
     if reader.get(prefix + "rope.dimension_sections") is not None:
         reader.ignored[prefix + "rope.dimension_sections"] = "tells image positions apart; text has one"
     reader.require([prefix + "rope.freq_base"])
-    rope = {"rope_type": "default", "rope_theta": _shortest(reader.get(prefix + "rope.freq_base"))}
+    rope = {"rope_type": "default", "rope_theta": shortest(reader.get(prefix + "rope.freq_base"))}
     kind = reader.get(prefix + "rope.scaling.type")
     if kind not in (None, "none"):
         rope |= _scaling(reader, prefix, kind)
@@ -87,21 +89,42 @@ def gguf_sizes(reader: Reader, prefix: str) -> None:
     reader.set("initializer_range", 0.02, "rule of the format: read in training only")
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """The decimal a float32 of the file was written from: the shortest that rounds to it."""
-    single = torch.tensor(value, dtype=torch.float32)
-    digits = (float(f"{value:.{n}g}") for n in range(1, 10))
-    return next((d for d in digits if torch.tensor(d, dtype=torch.float32) == single), value)
+    single = float(torch.tensor(value, dtype=torch.float32))
+    digits = (float(f"{single:.{n}g}") for n in range(1, 10))
+    return next((d for d in digits if float(torch.tensor(d, dtype=torch.float32)) == single), single)
 
 
 def _scaling(reader: Reader, prefix: str, kind: str) -> dict[str, Any]:
     if kind not in ("yarn", "linear"):
         raise ValueError(f"{reader.source}: rope scaling {kind!r} is not one of none, linear, yarn.")
     reader.require([prefix + "rope.scaling.factor"])
-    scaling = {"rope_type": kind, "factor": _shortest(reader.get(prefix + "rope.scaling.factor"))}
+    scaling = {"rope_type": kind, "factor": shortest(reader.get(prefix + "rope.scaling.factor"))}
     if (length := reader.get(prefix + "rope.scaling.original_context_length")) is not None:
         scaling["original_max_position_embeddings"] = length
     return scaling
+
+
+def _frequency_factors(reader: Reader, factors: StoredTensor | None) -> None:
+    if factors is None:
+        return
+    rope = reader.fields["rope_parameters"].value
+    if rope["rope_type"] != "default":
+        raise ValueError(
+            f"{reader.source} scales positions twice: rope_freqs.weight, and rope.scaling.type {rope['rope_type']!r} "
+            "of its metadata. Convert it again from the checkpoint it was made of."
+        )
+    rope = longrope(rope, factors[...].tolist(), reader.fields["max_position_embeddings"].value)
+    reader.set("rope_parameters", rope, "GGUF: dflash.rope.*, rope_freqs.weight for lengths short and long")
+
+
+def longrope(rope: Mapping[str, Any], factors: list[float], length: int) -> dict[str, Any]:
+    """Rotary parameters whose frequencies are divided by these factors at any length."""
+    return {
+        **rope, "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": factors,
+        "long_factor": factors, "original_max_position_embeddings": length,
+    }  # fmt: skip
 
 
 def _anchor(reader: Reader) -> None:
@@ -195,4 +218,14 @@ def _draft_vocabulary(reader: Reader, stored: Mapping[str, Any]) -> None:
     set_draft_vocab(reader, d2t, ids, "", "tensor d2t (absolute ids)")
 
 
-__all__ = ["NAME", "gguf_heads", "gguf_sizes", "gguf_vocabulary", "read", "recognises"]
+__all__ = [
+    "NAME",
+    "SIZES",
+    "gguf_heads",
+    "gguf_sizes",
+    "gguf_vocabulary",
+    "longrope",
+    "read",
+    "recognises",
+    "shortest",
+]

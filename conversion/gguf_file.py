@@ -28,12 +28,7 @@ def open_gguf(path: str) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         OSError: The file is damaged; found before anything is allocated.
     """
     _check_header(path)
-    try:
-        gguf = importlib.import_module("gguf")
-    except ImportError as error:
-        raise ImportError(
-            f"{path} is a GGUF file, and reading it needs the package `gguf`: pip install gguf."
-        ) from error
+    gguf = gguf_package(path)
     try:
         reader = gguf.GGUFReader(path)
         metadata = {name: part.contents() for name, part in reader.fields.items() if not name.startswith("GGUF.")}
@@ -41,6 +36,20 @@ def open_gguf(path: str) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
         raise OSError(_damaged(path, str(error))) from error
     return metadata, tensors
+
+
+def gguf_package(path: str | os.PathLike[str]) -> Any:
+    """The package `gguf`, wanted for the file at `path`.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a GGUF file, and reading or writing it needs the package `gguf`: pip install gguf."
+        ) from error
 
 
 def _check_header(path: str) -> None:
@@ -84,4 +93,4 @@ def _reader(gguf: Any, part: Any, shape: tuple[int, ...]) -> Callable[[], torch.
     return read
 
 
-__all__ = ["open_gguf"]
+__all__ = ["gguf_package", "open_gguf"]

@@ -40,6 +40,17 @@ class KeyMap:
             return name
         return f"{self.layer[1]}{found[1]}.{self.parts.get(found[2], found[2])}"
 
+    def stored(self, canonical: str) -> str:
+        """Name of a tensor in the format: the first that [`KeyMap.canonical`] takes back to it."""
+        for theirs, ours in self.renames.items():
+            if canonical == ours or (ours.endswith(".") and canonical.startswith(ours)):
+                return theirs + canonical[len(ours) :]
+        found = re.fullmatch(re.escape(self.layer[1]) + r"(\d+)\.(.+)", canonical)
+        if found is None:
+            return canonical
+        part = next((theirs for theirs, ours in self.parts.items() if ours == found[2]), found[2])
+        return f"{self.layer[0]}{found[1]}.{part}"
+
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor is not read; None: it is."""
         name = _WRAPPERS.sub("", name)
@@ -116,7 +127,7 @@ GGUF_DFLASH = KeyMap(
         "markov_w1.weight": "markov_head.markov_w1.weight", "markov_w2.weight": "markov_head.markov_w2.weight",
         "conf_proj.": "confidence_head.proj.",
     },
-    dropped={**_OFFSETS, "rope_freqs": "computed from the metadata"},
+    dropped={**_OFFSETS, "rope_freqs": "read into the rotary parameters"},
     layer=("blk.", "layers."),
     parts=_GGUF_LAYER,
 )  # fmt: skip

@@ -32,6 +32,7 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
     reader = Reader(NAME, checkpoint, choices)
     reader.tensors = None if checkpoint.tensors is None else dict(checkpoint.tensors)
     layers = config.num_hidden_layers
+    reader.set("num_hidden_layers", layers, "config.json: num_hidden_layers")
     windows, causal = config.attention_windows or [None] * layers, config.causal_in_block or [False] * layers
     sights = [
         LayerSight(window, config.window_rule if window else None, is_causal)

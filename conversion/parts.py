@@ -31,6 +31,7 @@ REST = {
     "confidence_temperatures": (None, "the format stores no temperatures"),
     "num_target_layers": (None, "the format does not say; known with the target"),
     "target": (None, "the format does not say"),
+    "attention_dropout": (0.0, "used in training only"),
 }
 
 
@@ -75,7 +76,8 @@ def layer_kinds(reader: Reader, under: str = "") -> list[int | None]:
         if slides and first is None:
             raise ValueError(f"{reader.source}: `sliding_window` {window} without `layer_types`: which layers slide?")
         return [window if slides and i >= first else None for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise ValueError(
             f"{reader.source}: `layer_types` must name 'full_attention' or 'sliding_attention' for each of {layers} "
             f"layers, got {types!r}."
@@ -177,6 +179,8 @@ def target_width(reader: Reader) -> None:
         return
     columns = fc.shape[-1]
     declared = reader.get("target_hidden_size")
+    if not isinstance(declared, int | None):
+        raise ValueError(f"{reader.source}: `target_hidden_size` must be an integer, got {declared!r}.")
     if columns != taps * (declared or width) and columns != taps * width:
         raise ValueError(
             f"{reader.source}: fc.weight is {list(fc.shape)}, {columns} columns, but `target_layer_ids` has {taps} "

@@ -15,7 +15,8 @@ from .stored import StoredTensor
 
 # Rotary keys a config inherits from the target's, which no drafter reads.
 _TARGETS_ROPE = ("mrope_section", "mrope_interleaved", "partial_rotary_factor", "type")
-_NAMES = {"rope_parameters": "rope"}
+# Sizes that are reckoned with before a config holds them to its rules, and the largest that can be meant.
+_SIZES = {"hidden_size": 2**24, "target_hidden_size": 2**24, "vocab_size": 2**31, "num_hidden_layers": 10_000}
 
 
 class Reader:
@@ -65,9 +66,19 @@ class Reader:
             )
 
     def set(self, name: str, value: Any, source: str) -> None:
-        """Give a field a value, unless the caller chose one."""
+        """Give a field a value, unless the caller chose one.
+
+        Raises:
+            ValueError: It is a size that is reckoned with while reading, and no positive integer.
+        """
         if name in self.choices:
             value, source = self.choices[name], "the caller"
+        if (most := _SIZES.get(name)) is not None and value is not None:
+            is_size = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+            if not is_size:
+                raise ValueError(
+                    f"{self.source}: `{name}` must be an integer in 1..{most}, got {value!r} (from {source})."
+                )
         self.fields[name] = Field(value, source)
 
     def take(self, name: str, *paths: str, rule: tuple[Any, str] | None = None) -> Any:
@@ -114,7 +125,10 @@ class Reader:
         merged: dict[str, Any] = {}
         named = []
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):
-            part = _set_keys({key: parts.get(key)} if key == "rope_theta" else parts.get(key))
+            value = {key: parts.get(key)} if key == "rope_theta" else parts.get(key)
+            if not isinstance(value, dict | None):
+                raise ValueError(f"{self.source}: `{under}{key}` must be an object of rotary settings, got {value!r}.")
+            part = _set_keys(value)
             if any(merged.get(name, value) != value for name, value in part.items()):
                 raise ValueError(
                     f"{self.source}: `{key}` gives {part}, other keys of the config {merged}: they disagree. Only one "

@@ -23,7 +23,7 @@ SEMANTIC_FIELDS = (
     "layers_attention", "embed_scale", "raw_target_embedding", "logit_scale", "final_logit_softcapping", "hidden_size",
     "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "attention_bias", "attention_k_eq_v", "fc_bias", "rope_parameters", "max_position_embeddings",
-    "initializer_range", "dtype", "target",
+    "initializer_range", "attention_dropout", "dtype", "target",
 )  # fmt: skip
 # Fields whose name and value are the config's own.
 _AS_THEY_ARE = tuple(

@@ -1,14 +1,32 @@
-"""All formats that are read, and which one a checkpoint is: by its contents, never by its name or a guess."""
+"""All formats that are read and written, and which one a checkpoint is: by its contents, never by name or guess."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from . import deepspec, flat, gguf_dflash, gguf_prismml, muse, own, specforge, speculators, zlab
+from . import (
+    deepspec,
+    deepspec_writer,
+    flat,
+    flat_writer,
+    gguf_dflash,
+    gguf_prismml,
+    gguf_writer,
+    muse,
+    muse_writer,
+    own,
+    own_writer,
+    specforge,
+    specforge_writer,
+    speculators,
+    speculators_writer,
+    zlab,
+)
 from .checkpoint import Checkpoint
 from .record import Record
 from .refused import reason_to_refuse
+from .writing import Writer
 
 
 class Format(NamedTuple):
@@ -40,6 +58,23 @@ _TITLES = {
 }
 FORMATS: dict[str, Format] = {
     module.NAME: Format(module.NAME, title, module.recognises, module.read) for module, title in _TITLES.items()
+}
+
+# All formats that are written, by the name `dspark convert --to` takes.
+WRITERS: dict[str, Writer] = {
+    writer.name: writer
+    for writer in (
+        own_writer.WRITER,
+        deepspec_writer.WRITER,
+        speculators_writer.WRITER,
+        specforge_writer.WRITER,
+        flat_writer.VLLM,
+        flat_writer.SGLANG,
+        flat_writer.TENSORRT_LLM,
+        flat_writer.MLX_DSPARK,
+        muse_writer.WRITER,
+        gguf_writer.WRITER,
+    )
 }
 
 
@@ -87,4 +122,4 @@ def _seen(checkpoint: Checkpoint) -> str:
     )
 
 
-__all__ = ["FORMATS", "Format", "is_recognised", "read_record"]
+__all__ = ["FORMATS", "WRITERS", "Format", "is_recognised", "read_record"]

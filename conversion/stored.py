@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+_PIECE = 1 << 20
 
 
 @dataclass
@@ -39,7 +40,7 @@ class StoredTensor:
 
     def __getitem__(self, _index: object) -> torch.Tensor:
         tensor = self.read()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not is_finite(tensor):
             self.is_finite = False
         return tensor
 
@@ -64,4 +65,11 @@ class StoredTensor:
         )
 
 
-__all__ = ["FLOATS", "StoredTensor"]
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number of a tensor is NaN or infinite; looked at in pieces, as the test needs room of its own."""
+    if not tensor.is_floating_point():
+        return True
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_PIECE))
+
+
+__all__ = ["FLOATS", "StoredTensor", "is_finite"]

@@ -38,6 +38,7 @@ DEFAULTS = {
     "assistant_confidence_threshold": 0.0,
     "survival_threshold": 0.0,
     "record_confidence": False,
+    "record_trace": False,
     "throughput_curve": None,
 }
 

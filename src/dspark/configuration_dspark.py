@@ -191,7 +191,8 @@ class DSparkConfig(PreTrainedConfig):
         check_choice(self, "markov_head_type", get_args(MarkovHeadType))
         if window_rule is not None:
             check_choice(self, "window_rule", get_args(WindowRule))
-        check_config(self)  # before the base class, which fills gaps in the rotary parameters
+        # Before the base class, which fills gaps in the rotary parameters.
+        check_config(self, kwargs.get("dtype", kwargs.get("torch_dtype")))
         super().__init__(**kwargs)
 
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -52,8 +53,8 @@ def unknown_keys(keys: Any, known: Any) -> list[str]:
     return sorted(key for key in set(keys) - _COMMON_KEYS - set(known) if not key.startswith("_"))
 
 
-def check_config(config: Any) -> None:
-    """Hold a config to all rules.
+def check_config(config: Any, dtype: Any = None) -> None:
+    """Hold a config, and the dtype its base class is to have, to all rules.
 
     Raises:
         ValueError: A rule is broken.
@@ -68,6 +69,7 @@ def check_config(config: Any) -> None:
     _check_heads(config)
     _check_temperatures(config)
     _check_sharing(config)
+    _check_dtype(dtype)
 
 
 def check_choice(config: Any, field: str, allowed: tuple[str, ...]) -> None:
@@ -75,6 +77,12 @@ def check_choice(config: Any, field: str, allowed: tuple[str, ...]) -> None:
     value = getattr(config, field)
     if value not in allowed:
         raise ValueError(f"`{field}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+
+def _check_dtype(value: Any) -> None:
+    named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if value is not None and not isinstance(named, torch.dtype | dict):
+        raise ValueError(f"`dtype` must be a dtype of torch such as 'bfloat16', got {value!r}.")
 
 
 def _is_int(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +26,7 @@ _OF_ADAPTER = ("revision", "subfolder")  # these say where an adapter is, not it
 _ABOUT_FILES = (*CONFIG_KEYS, "variant", "trust_remote_code", "use_safetensors", "weights_only")
 _FIELDS = {*inspect.signature(DSparkConfig.__init__).parameters, "bos_token_id", "eos_token_id", "pad_token_id"}
 _FIELDS -= {"self", "kwargs"}
+_PUSH = ("repo_id", "private", "token", "revision", "create_pr", "commit_message", "commit_description")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -138,18 +140,26 @@ class LoadsAnyFormat:
 
         Of a drafter with adapters only the active adapter is written (`merge_and_unload` first for a whole drafter).
         All files are written aside first, so a save that fails changes no file, and one that succeeds leaves no
-        weights of an earlier save behind. With `push_to_hub`, or when many processes save together, transformers
-        writes in place.
+        weights of an earlier save behind. When many processes save together, transformers writes in place.
 
         Args:
             save_directory: The folder; made if needed.
-            **kwargs: As `PreTrainedModel.save_pretrained` (`max_shard_size`, `variant`, ...).
+            **kwargs: As `PreTrainedModel.save_pretrained` (`max_shard_size`, `variant`, ...). With `push_to_hub` the
+                folder is then pushed whole, with a card made of the drafter if it has none; `repo_id`, `private`,
+                `token`, `revision`, `create_pr` and `commit_message` are as in [`push_to_hub`].
         """
+        if kwargs.pop("push_to_hub", False):
+            from .publishing import push_saved  # here: publishing imports from this package
+
+            how = {name: kwargs.pop(name) for name in _PUSH if name in kwargs}
+            self.save_pretrained(save_directory, **kwargs)
+            if kwargs.get("is_main_process", True):
+                push_saved(save_directory, **how)
+            return
         if carries_adapters(self):  # type: ignore[arg-type]
             self.note_adapters()  # type: ignore[attr-defined]
         save = super().save_pretrained  # type: ignore[misc]
-        in_place = kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint")
-        if in_place or not kwargs.get("is_main_process", True):
+        if kwargs.get("distributed_checkpoint") or not kwargs.get("is_main_process", True):
             save(save_directory, **kwargs)
             return
         folder = Path(save_directory)
@@ -165,6 +175,43 @@ class LoadsAnyFormat:
             for path in list(folder.iterdir()):
                 if _WEIGHTS.fullmatch(path.name) and path.name not in written:
                     path.unlink()
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        card: str | os.PathLike[str] | None = None,
+        reports: Sequence[str | os.PathLike[str]] = (),
+        about: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "50GB",
+        tags: Sequence[str] | str | None = None,
+        **how: Any,
+    ) -> Any:
+        """Push to the Hub: weights, config, card, reports, and `custom_generate/`, in one commit.
+
+        Args:
+            repo_id: `owner/name`; made if missing.
+            card: A README.md that is written already; None: one is made of the drafter and `reports`.
+            reports: Reports of `dspark eval` and `dspark demo`; they go along.
+            about: What else the card is made of: `license`, `base_model`, `notes` as in [`cards.build_card`].
+            max_shard_size: As in `save_pretrained`.
+            tags: More tags for the card.
+            **how: `private`, `token`, `revision`, `create_pr`, `commit_message`, `commit_description`, `curve`, as in
+                [`publishing.push_folder`].
+
+        Returns:
+            huggingface_hub's `CommitInfo`.
+
+        Raises:
+            ValueError: Something must not be pushed (all of it is named), or a report is not about this drafter.
+        """
+        from .publishing import push_drafter  # here: publishing imports from this package
+
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
+        about = {**(about or {}), "tags": tags}
+        return push_drafter(
+            self, repo_id, card=card, reports=reports, max_shard_size=max_shard_size, about=about, how=how
+        )
 
 
 def _refuse_arguments(config: Any, kwargs: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         self.last_stats: Any = None
         self._shared: SharedModules | None = None
         self._teacher: TeacherHead | None = None
-        self._policies: WeakKeyDictionary[PreTrainedModel, dict[str, VerifyPolicy]] | None = None
+        self._policies: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Any, VerifyPolicy]]] | None = None
         self.post_init()
 
     # --- borrowed parts -------------------------------------------------------------------------------------------
@@ -145,15 +145,15 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
         Give it back by `keep_policy`.
         """
         known = None if self._policies is None or not settings.is_learnt else self._policies.get(target, {})
-        taught = None if known is None else known.pop(settings.policy, None)
-        return settings.new_policy() if taught is None else taught
+        curve, taught = (None, None) if known is None else known.pop(settings.policy, (None, None))
+        return settings.new_policy() if taught is None or curve is not settings.throughput_curve else taught
 
     def keep_policy(self, target: PreTrainedModel, settings: SpeculationConfig, policy: VerifyPolicy) -> None:
         """Keep what a call taught for later ones; it lives and dies with the two models."""
         if settings.is_learnt:
             if self._policies is None:
                 self._policies = WeakKeyDictionary()
-            self._policies.setdefault(target, {})[settings.policy] = policy
+            self._policies.setdefault(target, {})[settings.policy] = (settings.throughput_curve, policy)
 
     def share_with(self, target: PreTrainedModel | None) -> None:
         """Keep references to the modules borrowed from `target` (None: forget them); nothing is copied or saved.

@@ -30,8 +30,11 @@ class SpeculationConfig:
             confidences) is below this, in [0, 1]. 0 is off.
         record_confidence: Keep each round's raw confidence logits in the statistics (for calibration and reliability
             diagrams); needs a drafter with a confidence head.
+        record_trace: Keep what every round drafted, verified and emitted, token by token, in the statistics
+            (`traces`); see `dspark trace`.
         throughput_curve: Step times that `"scheduled"`, `"async"` and `"auto"` decide by (see `dspark profile`);
-            None: learnt from the rounds; what was learnt is kept with the drafter for later calls on the same target.
+            None: learnt from the rounds. What is learnt (by `"auto"` always: it starts from a copy of the curve) is
+            kept with the drafter for later calls on the same target. The other policies do not look at it.
     """
 
     policy: Policy = "threshold"
@@ -39,6 +42,7 @@ class SpeculationConfig:
     assistant_confidence_threshold: float = 0.0
     survival_threshold: float = 0.0
     record_confidence: bool = False
+    record_trace: bool = False
     throughput_curve: ThroughputCurve | None = None
 
     def __post_init__(self) -> None:
@@ -57,8 +61,9 @@ class SpeculationConfig:
                 f"`num_assistant_tokens` must be an integer of at least 1 or None, got {most!r}. To decode without "
                 "drafts, leave `assistant_model` out."
             )
-        if not isinstance(self.record_confidence, bool):
-            raise ValueError(f"`record_confidence` must be True or False, got {self.record_confidence!r}.")
+        for field in ("record_confidence", "record_trace"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"`{field}` must be True or False, got {getattr(self, field)!r}.")
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
@@ -67,7 +72,7 @@ class SpeculationConfig:
     @property
     def is_learnt(self) -> bool:
         """Whether the policy learns from its rounds what later calls on the same pair go on from."""
-        return self.policy in ("scheduled", "async", "auto") and self.throughput_curve is None
+        return self.policy == "auto" or (self.policy in ("scheduled", "async") and self.throughput_curve is None)
 
     def new_policy(self) -> VerifyPolicy:
         """A policy that knows of no round yet."""

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .round_trace import RowTrace
+
 # The steps of a round; the same words are file names in `decoding/` and columns of reports.
 STEPS = ("context", "draft", "propose", "confidence", "schedule", "verify", "commit")
 
@@ -39,6 +41,7 @@ class SpeculationStats:
         prefill_seconds: Seconds of the prompt's pass, its context projection included.
         fallback_reason: Why the call decoded without drafts, with less context than it could or without a rule it was
             asked for; None if it did not.
+        traces: Per row, what every round of it did; filled only where `SpeculationConfig.record_trace` asks for it.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -52,6 +55,7 @@ class SpeculationStats:
     model_seconds: dict[str, float] = field(default_factory=lambda: {"target": 0.0, "drafter": 0.0})
     prefill_seconds: float = 0.0
     fallback_reason: str | None = None
+    traces: list[RowTrace] = field(default_factory=list)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -152,6 +156,7 @@ class SpeculationStats:
             model_seconds=_added(self.model_seconds, other.model_seconds),
             prefill_seconds=self.prefill_seconds + other.prefill_seconds,
             fallback_reason=self.fallback_reason or other.fallback_reason,
+            traces=self.traces + other.traces,
         )
 
     def to_dict(self) -> dict[str, Any]:

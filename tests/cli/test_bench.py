@@ -172,6 +172,7 @@ def test_check(models: list[Any], curve: Path) -> None:
         (("batches", "{models}", "--dtype", "int4"), "`--dtype` must be one of"),
         (("check", "{models}", "--curve", "no.json"), "There is no curve file no.json"),
         (("record", "{models}", "--out", "x", "--prompts", "no.jsonl"), "no.jsonl"),
+        (("record", "{models}", "--out", "no-such-folder/x"), "cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

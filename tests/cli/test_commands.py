@@ -143,7 +143,7 @@ def test_help_shows_the_form_of_a_prompt_file() -> None:
         assert re.search(r'\{"turns": \[', " ".join(result.output.split())), command
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "inspect", "doctor", "data", "train"])
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect", "doctor", "data", "train", "card", "push"])
 def test_help_describes_every_option(command: str) -> None:
     result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0

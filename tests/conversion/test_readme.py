@@ -1,6 +1,6 @@
-"""The tables of formats in both READMEs are the registry.
+"""The tables of formats in both READMEs are the registry, `dspark.conversion.tables` makes them.
 
-Catches: a format that is read and not said, or said and not read.
+Catches: a format that is read or written and not said, or said and neither.
 """
 
 from __future__ import annotations
@@ -10,14 +10,27 @@ from pathlib import Path
 
 import dspark.conversion
 import pytest
-from dspark.conversion import FORMATS
+from dspark.conversion import FORMATS, WRITERS, tables
 
 ROOT = Path(dspark.conversion.__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "conversion/README.md"])
-def test_table_is_the_registry(page: str) -> None:
-    table = re.search(r"<!-- format table -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
-    assert table is not None
-    rows = [f"| `{entry.name}` | {entry.title} |" for entry in FORMATS.values()]
-    assert table[1].splitlines()[2:] == rows
+PAGES = pytest.mark.parametrize("page", ["README.md", "conversion/README.md"])
+
+
+def table(page: str, name: str) -> list[str]:
+    found = re.search(rf"<!-- {name} table -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
+    assert found is not None
+    return found[1].splitlines()
+
+
+@PAGES
+def test_what_is_read(page: str) -> None:
+    assert table(page, "format") == tables.format_table()
+    assert all(any(row.startswith(f"| `{name}` |") for row in table(page, "format")) for name in FORMATS)
+
+
+@PAGES
+def test_what_is_written(page: str) -> None:
+    assert table(page, "writer") == tables.writer_table()
+    assert all(any(row.startswith(f"| `{name}` |") for row in table(page, "writer")) for name in WRITERS)

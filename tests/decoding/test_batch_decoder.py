@@ -187,6 +187,32 @@ def test_failures_and_cancellations_stay_with_their_text() -> None:
         assert len(got) < 30
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_lone_text_whose_processor_fails_leaves_the_decoder_open(do_sample: bool) -> None:
+    class Breaks(Bias):
+        left = 12
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise ZeroDivisionError("this processor is broken")
+            return super().__call__(input_ids, scores)
+
+    model, drafter = pair()
+    first, second = prompts(2, seed=4)
+    for left in range(1, 20):  # so that it breaks in the prompt's pass and anywhere in a block
+        broken = Breaks(3)
+        broken.left = left
+        with BatchDecoder(model, drafter) as decoder:
+            decoder.submit(first, max_new_tokens=20, do_sample=do_sample, logits_processor=[broken])
+            (gone,) = decoder.run()
+            assert gone.reason == "failed"
+            assert isinstance(gone.error, ZeroDivisionError)
+            decoder.submit(second, max_new_tokens=20, do_sample=False)
+            (finished,) = decoder.run()
+        assert finished.new_ids == alone(second, max_new_tokens=20, do_sample=False)
+
+
 def test_memory_holds_texts_back_and_nothing_overtakes() -> None:
     model, drafter = pair()
     ids = prompts(9, seed=7)

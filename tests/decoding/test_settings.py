@@ -357,14 +357,21 @@ def test_what_a_policy_learnt_is_there_in_the_next_call() -> None:
     assert drafter.take_policy(target(), SpeculationConfig("fixed")) is not taught
 
 
-def test_a_given_curve_teaches_nothing_and_an_empty_one_is_refused() -> None:
+def test_a_given_curve_is_not_written_to_and_an_empty_one_is_refused() -> None:
     known = ThroughputCurve()
     known.learn(1, 0.1)
     drafter = oracle()
     for policy in ("scheduled", "async", "auto"):
         assert run(drafter, policy=policy, throughput_curve=known) == distinct()[1][: PROMPT + COUNT]
-    assert drafter._policies is None
     assert known.num_samples(1) == 1
+    settings = SpeculationConfig("auto", throughput_curve=known)
+    taught = drafter.take_policy(target(), settings)
+    assert taught.curve.num_samples(1) > 1, "auto goes on from what it made of the curve"
+    drafter.keep_policy(target(), settings, taught)
+    assert drafter.take_policy(target(), SpeculationConfig("auto")) is not taught, "that belonged to another curve"
+    for policy in ("scheduled", "async"):
+        settings = SpeculationConfig(policy, throughput_curve=known)
+        assert drafter.take_policy(target(), settings) is not drafter.take_policy(target(), settings)
     with pytest.raises(ValueError, match="empty"):
         SpeculationConfig("auto", throughput_curve=ThroughputCurve())
     with pytest.raises(ValueError, match=r"ThroughputCurve\.load"):

@@ -6,6 +6,8 @@ import typer
 
 from .bench import app as bench
 from .calibrate import calibrate
+from .card import card
+from .convert import convert
 from .data import data
 from .demo import demo
 from .doctor import doctor
@@ -13,6 +15,8 @@ from .eval import evaluate_command
 from .generate import generate
 from .inspect import inspect
 from .profile import profile
+from .push import push
+from .trace import trace
 from .train import train
 
 app = typer.Typer(
@@ -22,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-for command in (demo, generate, inspect, doctor, data, train, calibrate, profile):
+for command in (demo, generate, inspect, convert, doctor, data, train, calibrate, profile, card, push, trace):
     app.command()(command)
 
 app.command("eval")(evaluate_command)

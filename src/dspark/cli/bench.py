@@ -39,7 +39,7 @@ from .bench_shared import (
     pack,
     show,
 )
-from .common import bad_input_exits, err, out, print_json
+from .common import bad_input_exits, check_out_file, err, out, print_json
 
 app = typer.Typer(help="Measure batches, record acceptance, simulate serving.", no_args_is_help=True)
 
@@ -115,6 +115,7 @@ def record(
     Exit codes: 0 done, 2 bad input.
     """
     with bad_input_exits():
+        check_out_file(out_file)
         sets = gather_prompts([], prompts, limit=limit)
         model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
         layers = draft.config.target_layer_ids or []

@@ -81,6 +81,16 @@ def check_source(source: str) -> None:
         raise ValueError(f"There is no folder {source}. Name a local folder or a Hub id (owner/name).")
 
 
+def check_out_file(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written after it.
+
+    Raises:
+        ValueError: A folder, or a file in a folder that does not exist.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{path} cannot be written: it must be a file in a folder that exists.")
+
+
 def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """Target and tokenizer of a folder or Hub id.
 
@@ -139,6 +149,6 @@ def demo_drafter() -> Path:
 
 
 __all__ = [
-    "BAD_INPUT", "bad_input_exits", "check_source", "chosen_device", "demo_drafter", "demo_target", "err",
-    "load_drafter", "load_target", "out", "parse_dtype", "print_json",
+    "BAD_INPUT", "bad_input_exits", "check_out_file", "check_source", "chosen_device", "demo_drafter", "demo_target",
+    "err", "load_drafter", "load_target", "out", "parse_dtype", "print_json",
 ]  # fmt: skip

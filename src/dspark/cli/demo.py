@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from ..cpu import optimize_for_cpu
 from ..evaluation import SETS, Summary, chat_ids, compare, plain_seconds, sample_prompts, summarise
+from ..evaluation.provenance import weights_hash
 from ..modeling_dspark import DSparkDrafter
 from ..stats import STEPS, SpeculationStats
 from ..version import __version__
@@ -95,10 +97,14 @@ def _report(
         sets.append(figures)
     return {
         "what": "dspark demo",
+        "date": datetime.date.today().isoformat(),
         "settings": {**settings, "dtype": "float32", "block_size": drafter.config.block_size},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "dspark": __version__},
         "target": {"class": type(model).__name__, "parameters": model.num_parameters()},
-        "drafter": {"parameters": drafter.num_parameters()},
+        "drafter": {
+            "parameters": drafter.num_parameters(),
+            "weights_hash": weights_hash(drafter.named_parameters()),
+        },
         "mean_speedup": sum(s["speedup"] for s in sets) / max(len(sets), 1),
         "sets": sets,
     }

@@ -14,7 +14,7 @@ from ..decoding.curve import curve_key
 from ..evaluation.profile import profile_pair
 from ..evaluation.provenance import public_name
 from ..scheduling import ThroughputCurve
-from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json
+from .common import bad_input_exits, check_out_file, chosen_device, err, load_drafter, load_target, out, print_json
 from .data import target_dtype
 
 
@@ -45,7 +45,7 @@ def profile(
     Exit codes: 0 done, 2 bad input.
     """
     with bad_input_exits():
-        _check_file(curve_file)
+        check_out_file(curve_file)
         where = chosen_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -67,11 +67,6 @@ def profile(
     before = curve.draft_seconds(rows)
     out.print(f"drafter's side: {before * 1e3:.2f} ms per round of {rows} row(s)", highlight=False)
     err.print(f"{curve_file}: written", highlight=False)
-
-
-def _check_file(path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: it must be a file in a folder that exists.")
 
 
 def _figures(curve: ThroughputCurve, rows: int) -> dict[str, Any]:

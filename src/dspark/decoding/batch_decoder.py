@@ -161,6 +161,7 @@ class BatchDecoder:
             policy=found.take_policy(target, settings),
             text=Text(torch.zeros(max_rows, 0, dtype=torch.long, device=target.device), [0] * max_rows, 0),
             stats=self.stats,
+            is_open=True,
         )
         self._waiting: deque[Submission] = deque()
         self._live: dict[int, Submission] = {}  # by row

@@ -38,10 +38,13 @@ class Confidence(NamedTuple):
 
 def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal) -> Confidence | None:
     """Scores of every slot, or None when no rule of this call looks at them or the drafter has no confidence head."""
-    if not (run.settings.record_confidence or run.policy.needs_confidence):
+    is_needed = run.settings.record_confidence or run.policy.needs_confidence
+    if not (is_needed or run.settings.record_trace):
         return None
     with run.stats.forward("drafter"):
         logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
+    if logits is None and not is_needed:
+        return None
     if logits is None:
         reason = _NO_HEAD.get(run.settings.policy, _NO_HEAD["others"])
         run.stats.fall_back(reason)

@@ -13,6 +13,7 @@ from .prompt import read_prompt
 from .propose import propose
 from .schedule import RoundWatch, schedule
 from .state import DecodingRun, RowVerdict
+from .tracing import RoundTracer, trace_first
 from .verify import verify
 
 _MOST_PENDING = 32  # rounds without drafts whose states wait to be projected together
@@ -30,10 +31,13 @@ def decode_round(run: DecodingRun) -> None:
     """One round: context, draft, propose, confidence, schedule, verify, commit."""
     step = run.stats.step
     limits = run.max_drafts()
-    num_drafts = run.policy.slots(len(run.rows), run.most_slots(limits)) if max(limits) > 0 else 0
-    proposal = confidence = None
+    num_drafts = 0
+    if max(limits) > 0:
+        num_drafts = run.policy.slots(len(run.rows), run.most_slots(limits), run.remaining())
+    block = proposal = confidence = None
     drafts: list[list[int]] = [[] for _ in run.rows]
     watch = RoundWatch(run, num_drafts)
+    tracer = RoundTracer(run) if run.settings.record_trace else None
     if num_drafts or len(run.pending) >= _MOST_PENDING:
         with step("context"):
             extend_context(run)
@@ -52,6 +56,8 @@ def decode_round(run: DecodingRun) -> None:
     with step("commit"):
         commit(run, drafts, verdicts, proposal, confidence)
     watch.committed()
+    if tracer is not None:
+        tracer.write(block, proposal, confidence, verdicts)
 
 
 def commit_first(run: DecodingRun, verdicts: list[RowVerdict]) -> None:
@@ -67,6 +73,8 @@ def commit_first(run: DecodingRun, verdicts: list[RowVerdict]) -> None:
         length = run.text.lengths[row]
         finished.append(request.stop_rules.stops_at(run.text.prefix(row), length, request.recorder.scores))
         run.anchors.append(token)
+    if run.settings.record_trace:
+        trace_first(run, verdicts)
     drop_finished(run, finished)
 
 

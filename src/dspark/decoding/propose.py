@@ -19,16 +19,19 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     samples = any(group.request.do_sample for group in groups)
 
     def choose(_k: int, logits: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
-        if len(groups) == 1:
-            chosen, law = _choose(run, groups[0], logits, tokens)
-            if law is not None:
-                laws.append(law)
-            return chosen
+        if len(groups) == 1 and groups[0].request.error is None:
+            with run.guard(groups[0].owner):
+                chosen, law = _choose(run, groups[0], logits, tokens)
+                if law is not None:
+                    laws.append(law)
+                return chosen
         chosen = logits.new_zeros(len(logits), dtype=torch.long)
         width = logits.shape[1] if run.vocabulary.kept is None else len(run.vocabulary.kept)
         law_of_all = logits.new_zeros(len(logits), width, dtype=torch.float32) if samples else None
         for group in groups:
             # A failed request's rows go on with token 0 to the end of this round, which keeps nothing of them.
+            if group.request.error is not None:
+                continue
             with run.guard(group.owner):
                 chosen[group.at], law = _choose(run, group, logits[group.at], [t[group.at] for t in tokens])
                 if law is not None and law_of_all is not None:
@@ -40,7 +43,12 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     with run.stats.forward("drafter"):
         anchors = torch.tensor(run.anchors, device=block.hidden.device)
         walk = run.drafter.walk_block(block, anchors, choose)
-    return Proposal(walk.token_ids, walk.previous_ids, torch.stack(laws, dim=1) if laws else None)
+    return Proposal(
+        walk.token_ids,
+        walk.previous_ids,
+        torch.stack(laws, dim=1) if laws else None,
+        walk.logits if run.settings.record_trace else None,
+    )
 
 
 def _choose(

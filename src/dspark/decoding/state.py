@@ -59,11 +59,13 @@ class Proposal:
         previous_ids: int64 `[B, g]`, the token before each slot.
         draft_probs: float32 `[B, g, kept columns]`, the exact law of each draw after bias, processors and temperature;
             None for greedy drafts, whose law is one-hot.
+        logits: `[B, g, Vd]` behind the sequential head, before any processor; kept only for a trace.
     """
 
     token_ids: torch.Tensor
     previous_ids: torch.Tensor
     draft_probs: torch.Tensor | None
+    logits: torch.Tensor | None = None
 
 
 @dataclass
@@ -164,6 +166,7 @@ class DecodingRun:
         context: Draft cache of the live rows.
         pending: Target hidden states the draft cache has not taken yet, one entry per round since it last did.
         outputs: The target's output of the present round.
+        is_open: Whether rows may join later.
     """
 
     drafter: DSparkDrafter
@@ -180,6 +183,7 @@ class DecodingRun:
     context: ContextCache | None = None
     pending: list[PendingStates] = field(default_factory=list)
     outputs: Any = None
+    is_open: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -220,6 +224,12 @@ class DecodingRun:
         """Widest block to draft: whole ones, but no wider than can be verified where the policy chooses widths."""
         most = self.drafter.config.num_draft_tokens
         return min(most, max(limits)) if self.settings.policy == "auto" else most
+
+    def remaining(self) -> dict[int, int] | None:
+        """Tokens each live row may still get, by original row; None: rows may join, or a row has no end."""
+        found = {row: self.requests[row].stop_rules.budget(self.text.lengths[row]) for row in self.rows}
+        ends = {row: left for row, left in found.items() if left is not None}
+        return None if self.is_open or len(ends) < len(found) else ends
 
     def max_drafts(self) -> list[int]:
         """Most drafts worth verifying per live row: block, user's cap, and the tokens the row may still get."""

@@ -80,7 +80,7 @@ def _verify_at_once(
         if has_no_law:
             raise RuntimeError(_NO_LAW)
         row = RowVerdict([*drafts[b][:accepted], next_id], accepted)
-        if request.recorder.wants_scores:
+        if request.recorder.wants_scores or run.settings.record_trace:
             row.scores, row.logits = scores[b], logits[b]
         verdicts.append(row)
     return verdicts
@@ -119,7 +119,7 @@ def _verify_slot_by_slot(
         if stopped or not is_accepted:
             break
     verdict = RowVerdict(emitted, accepted, stopped)
-    if request.recorder.wants_scores:
+    if request.recorder.wants_scores or run.settings.record_trace:
         verdict.scores, verdict.logits = torch.cat(processed), torch.cat(raw)
     return verdict
 

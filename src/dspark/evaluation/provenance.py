@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def _drafter_note(drafter: DSparkDrafter) -> dict[str, Any]:
     config = drafter.config
     return {
         "parameters": drafter.num_parameters(),
-        "weights_hash": _weights_hash(drafter),
+        "weights_hash": weights_hash(drafter.named_parameters()),
         "block_size": config.block_size,
         "draft_positions": config.num_draft_tokens,
         "draft_vocab_size": config.draft_vocab_size,
@@ -93,9 +93,9 @@ def _drafter_note(drafter: DSparkDrafter) -> dict[str, Any]:
     }
 
 
-def _weights_hash(drafter: DSparkDrafter) -> str:
-    """Hash of a sample of every matrix the drafter stores; the borrowed ones are the target's."""
-    hashes = [f"{name}:{hash_rows(weight)}" for name, weight in drafter.named_parameters() if weight.dim() == 2]
+def weights_hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Hash of a sample of every matrix a drafter stores, by its name; the borrowed ones are the target's."""
+    hashes = [f"{name}:{hash_rows(weight)}" for name, weight in weights if weight.dim() == 2]
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()[:16]
 
 
@@ -133,4 +133,4 @@ def _machine_note(target: PreTrainedModel, *, packed: bool) -> dict[str, Any]:
     }
 
 
-__all__ = ["differences", "provenance", "public_name"]
+__all__ = ["differences", "provenance", "public_name", "weights_hash"]

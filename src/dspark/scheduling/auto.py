@@ -1,13 +1,14 @@
 """`auto`: Algorithm 1 on a curve learnt while decoding, and as many drafts as pay, none included.
 
 Before each round the width of the block is chosen by expected tokens per second, from step times and survival of past
-rounds; within the round the verify lengths are chosen from the scores. Rarely, another width is tried, so that a world
-that changed is noticed; what such a try is expected to cost is a bounded share of the time.
+rounds; within the round the verify lengths are chosen from the scores. Where no row can join, only rows that the batch
+will wait for are verified, and tokens per second are theirs (see `stragglers.py`). Rarely, another width is tried, so
+that a world that changed is noticed; what such a try is expected to cost is a bounded share of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .exploration import Exploration, learn_round
 from .policy import RoundObservation, RoundSpeed, VerifyPolicy
 from .prefix import foresighted_schedule
+from .stragglers import Stragglers
 from .survival import SurvivalRecord
 from .throughput import ThroughputCurve
 
@@ -25,6 +27,7 @@ _PATIENCE_GROWTH = 1.25
 _DOUBT = 0.3  # standard errors of the accepted length that count in favour of drafting
 _MOST_HOPE = 3.0  # factor on scores that doubt may give
 _TIE = 0.995  # a wider block within this share of the best rate is taken: scores can still cut it
+_PLAIN_LEAD = 1.03  # below this gain rounds are plain: a drift of the machine between two timings fakes as much
 _EDGE_KEEP, _EDGE_PRIOR = 0.98, 50.0  # fading of achieved over expected, and tokens it takes to be believed
 
 
@@ -47,7 +50,9 @@ class AutoPolicy(VerifyPolicy):
         self._exploration = Exploration(self.curve)
         self._edge = _Edge()
         self._verifies_all = True
-        self._expected_rate = 0.0  # tokens per second the round is expected to give; 0: not judged
+        self._expected_rate = 0.0  # tokens per second of a row the round is expected to give; 0: not judged
+        self._stragglers = Stragglers()
+        self._awaited: list[int] = []  # places of the rows that are verified this round; empty: not asked, so all
         self._trial: _Trial | None = None  # of this round
         self._repeats_trial = False
         self._patience = 1.0
@@ -56,9 +61,13 @@ class AutoPolicy(VerifyPolicy):
 
     # --- before drafting ------------------------------------------------------------------------------------------
 
-    def slots(self, rows: int, most: int) -> int:
-        """Width of the next block: what is expected to give most tokens per second."""
+    def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:
+        """Width of the next block: what is expected to give the awaited rows most tokens per second."""
         self._verifies_all, self._trial, self._expected_rate = True, None, 0.0
+        if rows == 1:
+            remaining = None  # nothing to tell apart
+        self._stragglers.begin(remaining or {})
+        self._awaited = list(range(rows))
         if rows < 1 or most < 1:
             return 0
         width = self._exploration.width(rows, most)
@@ -66,6 +75,8 @@ class AutoPolicy(VerifyPolicy):
             width = most
         if width is not None:
             return width
+        if remaining is not None:
+            self._awaited = self._stragglers.last(sum(self.record.usual(most)))
         rates = self._rates(rows, most)
         best = self._best(rates)
         if (best > 0) != self._was_drafting:
@@ -77,16 +88,29 @@ class AutoPolicy(VerifyPolicy):
         return best
 
     def _rates(self, rows: int, most: int) -> list[float]:
-        """Expected tokens per second of each width, 0 to `most`; drafted ones get the benefit of the doubt, since only
-        drafting removes it."""
-        gains = list(accumulate(self.record.usual(most), initial=1.0))
-        target_seconds = [float(self.curve.seconds(rows * (1 + length))) for length in range(most + 1)]
-        rates = [rows / (self.curve.draft_seconds(rows, 0) + target_seconds[0])]
+        """Expected tokens per second of an awaited row at each width, 0 to `most`; drafted ones get the benefit of the
+        doubt, since only drafting removes it."""
+        gains = list(accumulate(self._usual(most), initial=1.0))
+        counts = [rows + len(self._awaited) * length for length in range(most + 1)]
+        target_seconds = [float(self.curve.seconds(count)) for count in counts]
+        rates = [1 / (self.curve.draft_seconds(rows, 0) + target_seconds[0])]
         for width in range(1, most + 1):
             before = self.curve.draft_seconds(rows, width)
             rate, gain = max((gains[n] / (before + target_seconds[n]), gains[n]) for n in range(1, width + 1))
-            rates.append(rows * rate * self._edge.value * (1 + self._doubt(gain - 1) / gain))
+            rates.append(rate * self._edge.value * (1 + self._doubt(gain - 1) / gain))
         return rates
+
+    def _usual(self, slots: int) -> list[float]:
+        """Survival per slot that is usual for the awaited rows."""
+        usual = self.record.usual(slots)
+        ratio = self._ratio()
+        return usual if ratio == 1.0 else [min(value * ratio, 1.0) for value in usual]
+
+    def _ratio(self) -> float:
+        """Drafts that awaited rows keep over what is usual."""
+        if not self._stragglers.is_told:
+            return 1.0
+        return sum(map(self._stragglers.ratio, self._awaited)) / len(self._awaited)
 
     def _doubt(self, accepted: float) -> float:
         """By how much the accepted drafts of a row may be more than what past rounds say."""
@@ -97,7 +121,9 @@ class AutoPolicy(VerifyPolicy):
     @staticmethod
     def _best(rates: list[float]) -> int:
         top = max(rates)
-        return 0 if rates[0] == top else max(w for w, rate in enumerate(rates) if w and rate >= _TIE * top)
+        if rates[0] * _PLAIN_LEAD >= top:
+            return 0
+        return max(w for w, rate in enumerate(rates) if w and rate >= _TIE * top)
 
     def _next_trial(self, rows: int, rates: list[float], best: int) -> _Trial | None:
         """A try of another width, when the time since the last one pays for it."""
@@ -110,7 +136,7 @@ class AutoPolicy(VerifyPolicy):
         if not (self._repeats_trial and best == 0):
             if self._rounds_since_trial < _LEAST_WAIT * self._patience:
                 return None
-            seconds = self.curve.step_seconds(rows, rows * (1 + width), width)
+            seconds = self.curve.step_seconds(rows, rows + len(self._awaited) * width, width)
             loss = seconds * max(1 - rates[width] / rates[best], 0.0)
             if self._since_trial < loss * self._patience / _LOSS_SHARE:
                 return None
@@ -124,17 +150,27 @@ class AutoPolicy(VerifyPolicy):
         survival: torch.Tensor | None,
         limits: Sequence[int],
     ) -> list[int]:
-        """Drafts per row by Algorithm 1; all in rounds that explore."""
+        """Drafts per row by Algorithm 1; all in rounds that explore; none of rows that nobody waits for."""
         width = max(limits, default=0)
         if survival is not None:
             width = min(width, survival.shape[1])
-        if self._verifies_all or survival is None or width == 0:
-            return [min(limit, width) for limit in limits]  # without scores the width is all there is to decide
-        speed = RoundSpeed(self.curve, self.curve.draft_seconds(*survival.shape))
-        usual = self.record.usual(survival.shape[1])
+        awaited = self._awaited or list(range(len(limits)))
+        chosen = [min(limits[place], width) for place in awaited]
+        if not self._verifies_all and survival is not None and width:
+            chosen = self._scheduled(survival, awaited, [limits[place] for place in awaited])
+        lengths = [0] * len(limits)  # without scores the width is all there is to decide
+        for place, length in zip(awaited, chosen, strict=True):
+            lengths[place] = length
+        return lengths
+
+    def _scheduled(self, survival: torch.Tensor, awaited: list[int], limits: Sequence[int]) -> list[int]:
+        """Drafts per awaited row by Algorithm 1, of the scores of all live rows."""
+        others = len(survival) - len(awaited)
+        speed = RoundSpeed(self.curve, self.curve.draft_seconds(*survival.shape), others)
+        usual = self._usual(survival.shape[1])
         # The benefit of the doubt that chose the width: a block drafted for it is not cut for the lack of it.
         factor = min(1 + self._doubt(sum(usual)) / sum(usual), _MOST_HOPE)
-        scores = (self.record.corrected(survival) * factor).clamp_(max=1.0)
+        scores = (self.record.corrected(survival[awaited]) * factor).clamp_(max=1.0)
         return foresighted_schedule(scores, speed, usual, limits=limits).tolist()
 
     # --- after the round ------------------------------------------------------------------------------------------
@@ -143,18 +179,26 @@ class AutoPolicy(VerifyPolicy):
         """Learn step times and survival, and judge the width that was tried."""
         learn_round(self.curve, observation)
         seconds = observation.draft_seconds + observation.verify_seconds
-        tokens = observation.rows + sum(observation.accepted)
+        awaited = self._awaited or list(range(observation.rows))
+        tokens = 1 + sum(observation.accepted[place] for place in awaited) / max(len(awaited), 1)
         if observation.slots:
+            if observation.survival is not None:
+                kept = self.record.corrected(torch.as_tensor(observation.survival)).sum(1).tolist()
+                self._stragglers.observe(kept, sum(self.record.usual(observation.slots)))
             self.record.observe(observation.verified, observation.accepted, observation.survival)
-            self._edge.observe(tokens / observation.rows, self._expected_rate * seconds / observation.rows)
+            self._edge.observe(tokens, self._expected_rate * seconds)
         if self._trial is None:
             self._since_trial += seconds
             self._rounds_since_trial += 1
         else:
             self._judge(self._trial, tokens, seconds)
-        self._trial, self._expected_rate = None, 0.0  # the next round may come without a question about its width
+        self._trial, self._expected_rate, self._awaited = (
+            None,
+            0.0,
+            [],
+        )  # the next round may come without a question about its width
 
-    def _judge(self, trial: _Trial, tokens: int, seconds: float) -> None:
+    def _judge(self, trial: _Trial, tokens: float, seconds: float) -> None:
         has_paid = tokens > trial.rate_to_beat * seconds
         self._repeats_trial = has_paid and trial.width > 0 and not self._was_drafting
         self._patience = 1.0 if has_paid else min(self._patience * _PATIENCE_GROWTH, _MOST_PATIENCE)
@@ -163,7 +207,7 @@ class AutoPolicy(VerifyPolicy):
 
 
 class _Trial:
-    """A round of another width, and the tokens per second it must beat to have paid."""
+    """A round of another width, and the tokens per second of a row that it must beat to have paid."""
 
     def __init__(self, width: int, rate_to_beat: float) -> None:
         self.width = width

@@ -7,7 +7,7 @@ and on past rounds, never on slot k's draw or a later score. What each policy do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,18 @@ class VerifyPolicy:
     needs_confidence = False
     """Whether `lengths` looks at scores."""
 
-    def slots(self, rows: int, most: int) -> int:  # noqa: ARG002 - this base looks at nothing
-        """How many slots to draft this round, 0 to `most`; asked before drafting, so it knows past rounds only."""
+    def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:  # noqa: ARG002
+        """How many slots to draft this round; asked before drafting, so it knows past rounds only.
+
+        Args:
+            rows: Live rows.
+            most: Slots at most.
+            remaining: Tokens each live row may still get, by a name it keeps, where the batch is done when its last
+                row is; None: rows come and go, so every row's tokens count alike.
+
+        Returns:
+            0 to `most`.
+        """
         return most
 
     def lengths(
@@ -76,15 +86,17 @@ class RoundSpeed:
     Args:
         curve: Of the target.
         draft_seconds: What the round costs before the forward, however much is verified.
+        others: Tokens in the forward beside those that are asked about.
     """
 
-    def __init__(self, curve: ThroughputCurve, draft_seconds: float) -> None:
+    def __init__(self, curve: ThroughputCurve, draft_seconds: float, others: int = 0) -> None:
         self.curve = curve
         self.draft_seconds = draft_seconds
+        self.others = others
 
     def at_counts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Float64 `[n]` for `tokens` int64 `[n]`."""
-        return torch.from_numpy(1.0 / (self.draft_seconds + self.curve.seconds_of(tokens.numpy())))
+        return torch.from_numpy(1.0 / (self.draft_seconds + self.curve.seconds_of(tokens.numpy() + self.others)))
 
 
 __all__ = ["RoundObservation", "RoundSpeed", "VerifyPolicy"]

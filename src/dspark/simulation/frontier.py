@@ -6,7 +6,7 @@ throughput that still keeps the promise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from .traces import AcceptanceTrace
 class SingleDraft(VerifyPolicy):
     """One draft per round, always verified: what a multi-token-prediction head of depth 1 does (MTP-1)."""
 
-    def slots(self, rows: int, most: int) -> int:  # noqa: ARG002 - the interface of a policy
+    def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:  # noqa: ARG002 - the interface
         """One, where there is room."""
         return min(1, most)
 
@@ -26,7 +26,7 @@ class SingleDraft(VerifyPolicy):
 class NoDraft(VerifyPolicy):
     """Plain decoding."""
 
-    def slots(self, rows: int, most: int) -> int:  # noqa: ARG002
+    def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:  # noqa: ARG002
         """None."""
         return 0
 

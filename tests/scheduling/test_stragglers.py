@@ -1,0 +1,126 @@
+"""A batch that nobody joins is done when its slowest row is: `auto` drafts for rows it waits for.
+
+Catches: drafts verified for rows that end early anyway, a pace carried over to another text, a row's pace taken from
+the scores of the round it decides.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dspark.scheduling import RoundObservation, VerifyPolicy, make_policy
+from dspark.scheduling.stragglers import Stragglers
+
+LENGTH = 150
+BLOCK = 4
+
+
+def affine(tokens: int) -> float:
+    return 0.1 + 0.004 * tokens
+
+
+def draft(rows: int, slots: int) -> float:
+    return 0.001 if slots == 0 else 0.01 + 0.001 * rows
+
+
+def finish(policy: VerifyPolicy, chances: list[float], seed: int, *, is_told: bool = True) -> float:
+    """Seconds until the last of these rows has its text, each row accepting every draft with its own chance."""
+    dice, time = random.Random(seed), 0.0
+    left = dict.fromkeys(range(len(chances)), LENGTH)
+    while left:
+        names = list(left)
+        limits = [max(min(BLOCK, left[name] - 1), 0) for name in names]
+        slots = policy.slots(len(names), max(limits), left if is_told else None) if max(limits) else 0
+        own = torch.tensor([[chances[name]] * slots for name in names], dtype=torch.float64)
+        survival = own.cumprod(1) if slots else None
+        lengths = policy.lengths(own, survival, [min(limit, slots) for limit in limits]) if slots else [0] * len(names)
+        accepted = []
+        for name, length in zip(names, lengths, strict=True):
+            count = 0
+            while count < length and dice.random() < chances[name]:
+                count += 1
+            accepted.append(count)
+        tokens = len(names) + sum(lengths)
+        before, after = draft(len(names), slots), affine(tokens)
+        time += before + after
+        policy.observe(
+            RoundObservation(len(names), slots, tokens, before, after, lengths, accepted,
+                             None if survival is None else survival.tolist())
+        )  # fmt: skip
+        for name, count in zip(names, accepted, strict=True):
+            left[name] -= 1 + count
+            if left[name] <= 0:
+                del left[name]
+    return time
+
+
+def plain(rows: int) -> float:
+    return LENGTH * (affine(rows) + draft(rows, 0))
+
+
+@pytest.mark.parametrize("chances", [[0.9] * 7 + [0.02], [0.8] * 4 + [0.02] * 4, [0.02] * 8])
+def test_a_hopeless_row_is_not_made_to_wait(chances: list[float]) -> None:
+    policy = make_policy("auto")
+    finish(policy, chances, 0)  # learns the curve and what blocks are like
+    assert sum(finish(policy, chances, seed) for seed in range(1, 4)) / 3 <= plain(8) / 0.97
+
+
+def test_rows_alike_are_all_drafted_for() -> None:
+    policy = make_policy("auto")
+    finish(policy, [0.8] * 4, 0)
+    assert sum(finish(policy, [0.8] * 4, seed) for seed in range(1, 4)) / 3 < 0.75 * plain(4)
+
+
+def test_knowing_who_is_awaited_pays_where_rows_differ() -> None:
+    chances = [0.85, 0.85, 0.85, 0.85, 0.85, 0.85, 0.5, 0.5]
+    seconds = {}
+    for is_told in (True, False):
+        policy = make_policy("auto")
+        finish(policy, chances, 0, is_told=is_told)
+        seconds[is_told] = sum(finish(policy, chances, seed, is_told=is_told) for seed in range(1, 6)) / 5
+    assert seconds[True] < seconds[False]
+
+
+def test_paces() -> None:
+    rows = Stragglers()
+    rows.begin({3: 100, 5: 100})
+    assert rows.last(1.0) == [0, 1]  # nothing is known: alike
+    for left in range(99, 80, -1):
+        rows.begin({3: left, 5: left})
+        rows.observe([2.0, 0.1], 1.0)
+    assert rows.ratio(0) > 1.5 > 0.5 > rows.ratio(1)
+    assert rows.last(1.0) == [1]
+    rows.begin({3: 60, 5: 10})  # the slow row has nearly all of its text
+    assert rows.last(1.0) == [0]
+    rows.begin({5: 9})
+    assert rows.last(1.0) == [0]
+    rows.begin({3: 60, 5: 500})  # row 5 is another text, row 3 came back
+    assert rows.ratio(0) == rows.ratio(1) == 1.0
+
+
+def test_who_is_awaited_is_known_before_the_scores() -> None:
+    """Whatever this round's scores say, the rows that get drafts are those the past chose."""
+    policy = make_policy("auto")
+    chances = [0.95] * 6 + [0.6] * 2
+    finish(policy, chances, 0)
+    usual = torch.tensor([[chance] * BLOCK for chance in chances], dtype=torch.float64).cumprod(1)
+    found = 0
+    for left in range(90, 30, -1):
+        slots = policy.slots(8, BLOCK, dict.fromkeys(range(8), left))
+        if not slots:  # a try of a plain round
+            policy.observe(RoundObservation(8, 0, 8, draft(8, 0), affine(8), [0] * 8, [0] * 8, None))
+            continue
+        scores = usual[:, :slots]
+        lengths = policy.lengths(scores, scores, [slots] * 8)
+        other = policy.lengths(scores.flip(0), scores.flip(0), [slots] * 8)
+        if lengths[:6] == [0] * 6:
+            found += 1
+            assert other[:6] == [0] * 6
+        tokens = 8 + sum(lengths)
+        policy.observe(
+            RoundObservation(8, slots, tokens, draft(8, slots), affine(tokens), lengths, lengths, scores.tolist())
+        )
+    assert found > 10
