@@ -30,8 +30,7 @@ if __name__ == "__main__":
     except ValueError as error:
         raise SystemExit(f"not written: {error}") from error
     print(f"{report.read_as} -> {report.written_as}: {', '.join(file.name for file in report.files)}")
-    for field, (before, after) in report.not_kept.items():
-        print(f"not kept: {field} ({before!r} here, {after!r} there)")
+    print("not kept:", ", ".join(report.not_kept) or "nothing is lost")
     for warning in report.warnings:
         print("warning:", warning)
 
