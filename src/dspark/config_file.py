@@ -1,10 +1,11 @@
-"""Changing single fields of a drafter's config.json, in place or in a copy, all or nothing."""
+"""Changing single fields of a drafter's config.json, in place or in a copy, all or nothing; weights in a copy only."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,21 @@ def update_config_file(folder: str | os.PathLike[str], **fields: Any) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8"))
 
 
-def copy_with(source: str, folder: str | os.PathLike[str], **fields: Any) -> None:
+def copy_with(
+    source: str,
+    folder: str | os.PathLike[str],
+    change: Callable[[DSparkDrafter], None] | None = None,
+    **fields: Any,
+) -> None:
     """Write a copy of a drafter with other fields; the folder appears whole.
 
-    A folder in our own format is copied file by file, so its weights are the same bytes; anything else
-    (`DSparkDrafter.from_pretrained` reads it) is converted, in its stored dtype.
+    A folder in our own format is copied file by file, so its weights are the same bytes unless `change` is given;
+    anything else (`DSparkDrafter.from_pretrained` reads it) is converted, in its stored dtype.
 
     Args:
         source: Local folder or Hub id.
         folder: Must not exist yet.
+        change: Changes the weights of the drafter, loaded in its stored dtype, before it is written.
         **fields: As [`update_config_file`].
 
     Raises:
@@ -66,8 +73,11 @@ def copy_with(source: str, folder: str | os.PathLike[str], **fields: Any) -> Non
     try:
         if is_own_format(source):
             shutil.copytree(source, temporary)
-        else:
-            DSparkDrafter.from_pretrained(source, dtype="auto").save_pretrained(temporary)
+        if change is not None or not temporary.exists():
+            drafter = DSparkDrafter.from_pretrained(source, dtype="auto")
+            if change is not None:
+                change(drafter)
+            drafter.save_pretrained(temporary)
         update_config_file(temporary, **fields)
         temporary.rename(folder)
     finally:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import dspark.cli.calibrate  # noqa: F401 - so that the module is found below; the package has a command of its name
 from dspark import DSparkDrafter
-from dspark.calibration import fit_positions
+from dspark.calibration import fit_positions, position_reliability
 from dspark.cli import app
 from dspark.evaluation.calibrate import held_out_places
 from dspark.evaluation.rounds import collect_rounds, stack_rounds
@@ -155,6 +155,46 @@ def test_a_copy_leaves_the_drafter_as_it_is(pair: Path, drafter: Path, tmp_path:
     after = hashes(tmp_path / "copy")
     assert {name for name in after if after[name] != before[name]} == {"config.json"}
     assert all(math.isfinite(t) for t in rows_of(tmp_path / "copy")["1"])
+
+
+def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
+    pair: Path, drafter: Path, tmp_path: Path
+) -> None:
+    before = hashes(drafter)
+    options = ("--temperature", 1, "--max-new-tokens", 150, "--held-out", 0.4, "--json")
+    code, stdout, stderr = run(*command(pair, drafter, *options, "--refit-head", "--out", tmp_path / "copy"))
+    assert code == 0, stderr
+    assert hashes(drafter) == before
+    after = hashes(tmp_path / "copy")
+    assert {name for name in after if after[name] != before[name]} == {"config.json", "model.safetensors"}
+    old, new = (DSparkDrafter.from_pretrained(path) for path in (drafter, tmp_path / "copy"))
+    moved = {name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])}
+    assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    figures = json.loads(stdout)
+    assert figures["confidence_head"]["log_loss_after"] < 0.8 * figures["confidence_head"]["log_loss_before"]
+    (found,) = figures["calibrations"]
+
+    # The figures are those of the copy as it loads, on the same text.
+    model = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    texts = [json.loads(line)["prompt"] for line in (pair / "ask.jsonl").read_text().splitlines()]
+    ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    places = held_out_places([PROMPTS], 0.4, 0)
+    stats = collect_rounds(model, new, ids, temperature=1.0, max_new_tokens=150)
+    judged = stack_rounds([s for s, out in zip(stats, places, strict=True) if out], 4)
+    rows = position_reliability(
+        judged.logits, judged.accepted, verified_lengths=judged.verified, temperatures=rows_of(tmp_path / "copy")["1"]
+    )
+    told = found["held_out"]["after"]
+    assert [row.predicted for row in rows] == pytest.approx([row["predicted"] for row in told], abs=0.02)
+    assert told[0]["brier"] < 0.8 * found["held_out"]["before"][0]["brier"]
+
+
+def test_a_fitted_head_is_not_written_in_place(pair: Path, drafter: Path) -> None:
+    before = hashes(drafter)
+    code, _, stderr = run(*command(pair, drafter, "--refit-head"))
+    assert (code, hashes(drafter)) == (2, before)
+    assert "`--refit-head` changes weights, so it writes a copy: name it with --out." in stderr
 
 
 def test_packing_gives_the_same_temperatures_and_stored_weights(pair: Path, drafter: Path, tmp_path: Path) -> None:

@@ -49,11 +49,14 @@ def test_writes_a_curve(pair, tmp_path):  # noqa: F811
 
 def test_json(pair, tmp_path):  # noqa: F811
     path = tmp_path / "curve.json"
-    result = runner.invoke(app, command(pair, path, "--json", "--rows", "1"))
+    result = runner.invoke(app, command(pair, path, "--json", "--rows", "2", "--rows", "1"))
     value = json.loads(result.stdout)
     assert {entry["tokens"] for entry in value["medians"]["12"]} == {1, 4}
     assert value["medians"]["6"][0]["ratio"] == 1.0
-    assert value["draft_seconds"] > 0
+    assert list(value["draft_seconds"]) == ["1", "2"]
+    curve = ThroughputCurve.load(path)
+    for rows, seconds in value["draft_seconds"].items():
+        assert seconds == curve.draft_seconds(int(rows)) > 0
     written = json.loads(path.read_text())
     assert {name: value[name] for name in written} == written
 
@@ -86,9 +89,10 @@ def test_a_batch_and_what_is_left_behind(monkeypatch):
         original(steps, width, cache)
 
     monkeypatch.setattr(module._TargetSteps, "_forward", watched)
-    curve = profile_pair(target, drafter, token_counts=[2, 6], contexts=[5], rows=2, repeats=2)
+    curve = profile_pair(target, drafter, token_counts=[2, 6], contexts=[5], rows=[3, 2], repeats=2)
     assert lengths == [(0, 5), *[(5, 1), (5, 3)] * 3]
     assert curve.token_counts() == [2, 6]
     assert curve.draft_seconds(2) > 0
+    assert curve.draft_seconds(3) > 0
     assert drafter.speculation == SpeculationConfig(num_assistant_tokens=1)
     assert curve_key(target, "x").threads == torch.get_num_threads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +13,13 @@ import transformers
 import typer
 from rich.table import Table
 
-from ..calibration import PositionReliability
+from ..calibration import ConfidenceFit, PositionReliability
 from ..config_file import check_can_update, check_is_new, copy_with, update_config_file
 from ..configuration_dspark import DSparkConfig
 from ..cpu import packed
 from ..evaluation.calibrate import Calibration, calibrate_rounds, check_enough_prompts, held_out_places
 from ..evaluation.prompt_sets import Prompting, chat_ids, gather_prompts
+from ..evaluation.refit import collect_head_rounds, refit, set_head
 from ..evaluation.rounds import collect_rounds
 from ..evaluation.settings import EvaluationSettings
 from ..hub import read_config
@@ -47,6 +49,14 @@ def calibrate(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 256,
     held_out: Annotated[float, typer.Option(help="Share of the prompts that judge the fit, in (0, 1).")] = 0.3,
     seed: Annotated[int, typer.Option(help="Of the held-out choice and of sampled text.")] = 0,
+    refit_head: Annotated[
+        bool,
+        typer.Option(
+            "--refit-head",
+            help="First fit the confidence head's layer to what these rounds accepted, of all --temperature "
+            "together; its weights change, so --out is needed.",
+        ),
+    ] = False,
     copy: Annotated[
         Path | None, typer.Option("--out", help="Write a calibrated copy here; the drafter itself stays as it is.")
     ] = None,
@@ -66,7 +76,8 @@ def calibrate(
     Decodes the prompts, verifies every draft, fits one temperature per draft position on part of the prompts
     (sequential temperature scaling), and says what calibration does on the others: ECE and AUC of survival. Survival
     thresholds and schedulers look at these temperatures; the text does not depend on them. What the config has for
-    other decoding temperatures is kept.
+    other decoding temperatures is kept. Where confidence stays far off, --refit-head fits the head itself first:
+    temperatures cannot bring a mean confidence above one half below it.
 
     Example: dspark calibrate --target Qwen/Qwen3-4B --drafter my-drafter --temperature 0 --temperature 1
 
@@ -76,6 +87,8 @@ def calibrate(
     with bad_input_exits():
         where = chosen_device(device)
         settings = EvaluationSettings(temperatures=tuple(temperature), max_new_tokens=max_new_tokens, seed=seed)
+        if refit_head and copy is None:
+            raise ValueError("`--refit-head` changes weights, so it writes a copy: name it with --out.")
         config = _check_drafter(drafter, copy)
         _check_files(sglang, report)
         chosen = gather_prompts(sets or (), prompts or (), limit=limit)
@@ -89,12 +102,13 @@ def calibrate(
             torch.nn.Module.to(module, where)
         ids = [chat_ids(tokenizer, text, Prompting(raw)).to(where) for texts in chosen.values() for text in texts]
         with packed(model, wanted=pack), packed(draft, wanted=pack):
-            found = _calibrations(model, draft, ids, is_held_out, settings)
+            found, head = _calibrations(model, draft, ids, is_held_out, settings, refit_head=refit_head)
         rows = _merged(config, found)
         if copy is None:
             update_config_file(drafter, confidence_temperatures=rows)
         else:
-            copy_with(drafter, copy, confidence_temperatures=rows)
+            change = None if head is None else partial(set_head, head=head.head)
+            copy_with(drafter, copy, change, confidence_temperatures=rows)
         figures = {
             "dataset": "+".join(chosen),
             "prompts": {name: len(texts) for name, texts in chosen.items()},
@@ -102,12 +116,19 @@ def calibrate(
             "settings": {"max_new_tokens": max_new_tokens, "seed": seed, "held_out": held_out, "raw": raw},
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "dspark": __version__},
             "confidence_temperatures": rows,
+            "confidence_head": None if head is None else head.to_dict(),
             "calibrations": [calibration.to_dict() for calibration in found],
         }
         _write_files(figures, found, sglang, report)
     if as_json:
         print_json(figures)
         return
+    if head is not None:
+        out.print(
+            f"Confidence head fitted to {head.num_events} verified drafts: log loss {head.loss_before:.3f} before, "
+            f"{head.loss_after:.3f} after, on prompts it was not fitted to.",
+            highlight=False,
+        )
     for calibration in found:
         out.print(_table(calibration))
         for fit in calibration.fits:
@@ -145,10 +166,16 @@ def _check_files(*files: Path | None) -> None:
 
 
 def _calibrations(
-    model: Any, drafter: Any, ids: list[torch.Tensor], is_held_out: list[bool], settings: EvaluationSettings
-) -> list[Calibration]:
-    """One per decoding temperature."""
-    found = []
+    model: Any,
+    drafter: Any,
+    ids: list[torch.Tensor],
+    is_held_out: list[bool],
+    settings: EvaluationSettings,
+    *,
+    refit_head: bool,
+) -> tuple[list[Calibration], ConfidenceFit | None]:
+    """One calibration per decoding temperature, and the head's fit if it was asked for."""
+    rounds: list[Any] = []
     with err.status("decoding") as status:
         for temperature in settings.temperatures:
             num_rounds = 0
@@ -158,16 +185,27 @@ def _calibrations(
                 num_rounds += stats.num_rounds
                 status.update(f"temperature {temperature:g}: {place + 1} of {len(ids)} prompts, {num_rounds} rounds")
 
-            stats = collect_rounds(
-                model, drafter, ids, temperature=temperature, max_new_tokens=settings.max_new_tokens,
-                seed=settings.seed, on_progress=show,
-            )  # fmt: skip
-            found.append(
-                calibrate_rounds(
-                    stats, is_held_out, temperature=temperature, num_draft_tokens=drafter.config.num_draft_tokens
+            collect = collect_head_rounds if refit_head else collect_rounds
+            rounds.append(
+                collect(
+                    model, drafter, ids, temperature=temperature, max_new_tokens=settings.max_new_tokens,
+                    seed=settings.seed, on_progress=show,
                 )
-            )
-    return found
+            )  # fmt: skip
+        stats: list[Any] = rounds
+        head: ConfidenceFit | None = None
+        logits: list[Any] = [None] * len(rounds)
+        if refit_head:
+            status.update("fitting the confidence head")
+            stats = [[each.stats for each in part] for part in rounds]
+            head, logits = refit(drafter, rounds, is_held_out)
+    calibrations = [
+        calibrate_rounds(
+            part, is_held_out, temperature=temperature, num_draft_tokens=drafter.config.num_draft_tokens, refitted=row
+        )
+        for part, row, temperature in zip(stats, logits, settings.temperatures, strict=True)
+    ]
+    return calibrations, head
 
 
 def _merged(config: DSparkConfig, found: list[Calibration]) -> dict[str, list[float]]:

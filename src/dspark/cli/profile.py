@@ -27,7 +27,14 @@ def profile(
         list[int], typer.Option(min=1, help="Tokens in the target's forward, over all rows. Repeatable.")
     ] = [1, 2, 4, 8, 16, 32, 64],  # noqa: B006 - typer reads it, nothing changes it
     contexts: Annotated[list[int], typer.Option(min=1, help="Tokens already in the cache. Repeatable.")] = [128, 1024],  # noqa: B006
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch; token counts are multiples of it.")] = 1,
+    rows: Annotated[
+        list[int],
+        typer.Option(
+            min=1,
+            help="Rows of the batch. Repeatable: the drafter's side is timed with each, the target with the fewest, of "
+            "which token counts are multiples.",
+        ),
+    ] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each shape; the median counts.")] = 5,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
@@ -64,12 +71,13 @@ def profile(
         print_json(_figures(curve, rows))
         return
     out.print(_table(curve))
-    before = curve.draft_seconds(rows)
-    out.print(f"drafter's side: {before * 1e3:.2f} ms per round of {rows} row(s)", highlight=False)
+    for count in sorted(set(rows)):
+        before = curve.draft_seconds(count)
+        out.print(f"drafter's side: {before * 1e3:.2f} ms per round of {count} row(s)", highlight=False)
     err.print(f"{curve_file}: written", highlight=False)
 
 
-def _figures(curve: ThroughputCurve, rows: int) -> dict[str, Any]:
+def _figures(curve: ThroughputCurve, rows: list[int]) -> dict[str, Any]:
     """The curve's document with its medians: seconds and ratio to the fewest tokens, per context."""
     medians = {
         str(context): [
@@ -78,7 +86,8 @@ def _figures(curve: ThroughputCurve, rows: int) -> dict[str, Any]:
         ]
         for context in curve.contexts
     }
-    return {**curve.to_json(), "medians": medians, "rows": rows, "draft_seconds": curve.draft_seconds(rows)}
+    before = {str(count): curve.draft_seconds(count) for count in sorted(set(rows))}
+    return {**curve.to_json(), "medians": medians, "draft_seconds": before}
 
 
 def _table(curve: ThroughputCurve) -> Table:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from ..calibration import PositionFit, PositionReliability, fit_positions, position_reliability
 from ..calibration.temperature import MIN_ROUNDS
 from ..stats import SpeculationStats
@@ -117,7 +119,12 @@ def _check_enough(count: int, what: str) -> None:
 
 
 def calibrate_rounds(
-    stats: Sequence[SpeculationStats], is_held_out: Sequence[bool], *, temperature: float, num_draft_tokens: int
+    stats: Sequence[SpeculationStats],
+    is_held_out: Sequence[bool],
+    *,
+    temperature: float,
+    num_draft_tokens: int,
+    refitted: Sequence[torch.Tensor] | None = None,
 ) -> Calibration:
     """Fit on the prompts that are not held out, judge on those that are.
 
@@ -126,18 +133,26 @@ def calibrate_rounds(
         is_held_out: Per prompt.
         temperature: The decoding temperature the prompts were answered at.
         num_draft_tokens: Draft positions of the drafter.
+        refitted: Per prompt, the logits `[N, g]` of a head fitted again; temperatures are then fitted to these, and
+            judged on them, while the figures before are those of the head as it was.
 
     Raises:
         ValueError: Too few rounds to fit even the first position.
     """
     parts = [[s for s, out in zip(stats, is_held_out, strict=True) if out is wanted] for wanted in (False, True)]
     fitted, judged = (stack_rounds(part, num_draft_tokens) for part in parts)
+    raw = judged
+    if refitted is not None:
+        fitted, judged = (
+            rounds._replace(logits=_joined(refitted, is_held_out, wanted).view_as(rounds.logits))
+            for rounds, wanted in ((fitted, False), (judged, True))
+        )
     _check_enough(len(fitted.logits), f"rounds at temperature {temperature:g}")
     fits = fit_positions(fitted.logits, fitted.accepted, verified_lengths=fitted.verified)
     fits = [replace(fit, temperature=round(fit.temperature, _DIGITS)) for fit in fits]
     before, after = (
-        position_reliability(judged.logits, judged.accepted, verified_lengths=judged.verified, temperatures=row)
-        for row in (None, [fit.temperature for fit in fits])
+        position_reliability(part.logits, part.accepted, verified_lengths=part.verified, temperatures=row)
+        for part, row in ((raw, None), (judged, [fit.temperature for fit in fits]))
     )
     rounds, accepted = sum(s.num_rounds for s in parts[1]), sum(sum(s.accepted) for s in parts[1])
     return Calibration(
@@ -149,6 +164,12 @@ def calibrate_rounds(
         num_held_out_rounds=len(judged.logits),
         mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,
     )
+
+
+def _joined(logits: Sequence[torch.Tensor], is_held_out: Sequence[bool], wanted: bool) -> torch.Tensor:
+    """Logits of the prompts on one side, one after another, float64."""
+    side = [part.double().flatten() for part, out in zip(logits, is_held_out, strict=True) if out is wanted]
+    return torch.cat(side) if side else torch.zeros(0, dtype=torch.float64)
 
 
 __all__ = ["Calibration", "calibrate_rounds", "check_enough_prompts", "held_out_places"]

@@ -31,7 +31,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     *,
     token_counts: Sequence[int],
     contexts: Sequence[int],
-    rows: int = 1,
+    rows: Sequence[int] = (1,),
     repeats: int = 5,
     key: CurveKey | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -41,23 +41,25 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     Args:
         target: In the state it will decode in (packed or not).
         drafter: Fits it.
-        token_counts: Tokens in the target's forward over all rows, multiples of `rows`.
+        token_counts: Tokens in the target's forward over all rows, multiples of the fewest rows.
         contexts: Tokens already in each row's cache, at least 1.
-        rows: Rows of the batch.
+        rows: Rows of the batch: the target is timed with the fewest of them, the drafter's side with each.
         repeats: Timings per shape.
         key: Kept with the curve.
         on_progress: Told what is measured.
 
     Raises:
-        ValueError: A count that `rows` does not divide, or a context that leaves no room in the target's positions.
+        ValueError: A count that the fewest rows do not divide, or a context that leaves no room in the target's positions.
     """
-    _check(target, token_counts, contexts, rows)
-    steps = _TargetSteps(target, rows, contexts)
+    fewest = min(rows, default=0)
+    _check(target, token_counts, contexts, fewest)
+    steps = _TargetSteps(target, fewest, contexts)
     on_progress("the target's forward")
     curve = ThroughputCurve.profile(steps.run, token_counts, contexts=contexts, repeats=repeats, key=key)
-    on_progress("the drafter's side")
-    for seconds in _draft_seconds(target, drafter, rows, min(contexts), repeats):
-        curve.learn_draft(rows, drafter.config.num_draft_tokens, seconds)
+    for count in sorted(set(rows)):
+        on_progress(f"the drafter's side, {count} row(s)")
+        for seconds in _draft_seconds(target, drafter, count, min(contexts), repeats):
+            curve.learn_draft(count, drafter.config.num_draft_tokens, seconds)
     return curve
 
 
