@@ -31,8 +31,8 @@ def profile(
         list[int],
         typer.Option(
             min=1,
-            help="Rows of the batch. Repeatable: the drafter's side is timed with each, the target with the fewest, of "
-            "which token counts are multiples.",
+            help="Rows of the batch. Repeatable: the drafter's side is timed with each, the target with the fewest, "
+            "of which token counts are multiples.",
         ),
     ] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each shape; the median counts.")] = 5,

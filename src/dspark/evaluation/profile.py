@@ -49,7 +49,8 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
         on_progress: Told what is measured.
 
     Raises:
-        ValueError: A count that the fewest rows do not divide, or a context that leaves no room in the target's positions.
+        ValueError: A count that the fewest rows do not divide, or a context that leaves no room in the target's
+            positions.
     """
     fewest = min(rows, default=0)
     _check(target, token_counts, contexts, fewest)
