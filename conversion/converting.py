@@ -7,16 +7,15 @@ that would change a draft stops the conversion.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from dspark.any_format import read_any
+from dspark.files import quiet_bars
 
 from .as_qwen3 import as_qwen3
 from .checkpoint import open_checkpoint
@@ -261,25 +260,13 @@ def _verified(
             parameter.data = parameter.data.clone()
         return model
 
-    with _quiet():
+    with quiet_bars():
         return verify(
             lambda: load(source, **how.of_source(), **how.fields),
             lambda: load(result),
             target,
             tolerance=how.tolerance,
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' bars of loading weights."""
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def _about_temperatures(not_kept: Mapping[str, Any]) -> list[str]:

@@ -1,12 +1,15 @@
-"""Files that are whole or not there, and files that grow line by line."""
+"""Files that are whole or not there, files that grow line by line, and reading models without transformers' bars."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
@@ -32,4 +35,16 @@ def whole_lines(path: Path) -> tuple[bytes, bool]:
     return data[:whole], whole < len(data)
 
 
-__all__ = ["whole_lines", "write_atomically"]
+@contextmanager
+def quiet_bars() -> Iterator[None]:
+    """Hide transformers' own progress bars, which would break into ours."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+__all__ = ["quiet_bars", "whole_lines", "write_atomically"]

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dspark import DSparkDrafter
 from tests import small
 
-gguf = pytest.importorskip("gguf")
 ROUNDED = ("confidence of the hidden state", "llama3 positions")
 ROWS = 310  # of a vocabulary with fewer tokens
 PLAIN = {"confidence_head_with_markov": False, "confidence_head_bias": False}

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,6 @@ from dspark.cli.common import demo_target
 from tests import small
 from tests.conversion import peers
 
-gguf = pytest.importorskip("gguf")
 pytest.importorskip("sentencepiece", reason="llama.cpp's converter imports sentencepiece")
 LLAMA_CPP = os.environ.get("LLAMA_CPP", "")
 ROWS = 49152

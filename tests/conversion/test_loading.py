@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from dspark.conversion import FORMATS, SEMANTIC_FIELDS, Checkpoint, expected_tensors, open_checkpoint, read_record
@@ -250,7 +251,6 @@ def test_gguf_without_its_package_says_what_to_install(monkeypatch) -> None:
 
 
 def test_quantised_gguf_is_dequantised(tmp_path) -> None:
-    gguf = pytest.importorskip("gguf")
     source = gguf.GGUFReader(str(peers.folder("gguf_dflash") / "drafter.gguf"))
     writer = gguf.GGUFWriter(str(tmp_path / "q8.gguf"), "dflash")
     for name, field in source.fields.items():

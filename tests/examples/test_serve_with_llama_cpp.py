@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -96,7 +97,6 @@ def test_an_end_token_does_not_count_and_another_text_does(example: Any) -> None
 
 def dequantised(source: Path, path: Path) -> Path:
     """The model of a GGUF file in float32: a quantised one has other activations there than here."""
-    gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(source)
     fields = {name: part for name, part in reader.fields.items() if not name.startswith("GGUF.")}
     writer = gguf.GGUFWriter(path, fields.pop("general.architecture").contents())

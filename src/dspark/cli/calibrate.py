@@ -20,7 +20,7 @@ from ..cpu import packed
 from ..evaluation.calibrate import Calibration, calibrate_rounds, check_enough_prompts, held_out_places
 from ..evaluation.prompt_sets import Prompting, chat_ids, gather_prompts
 from ..evaluation.refit import collect_head_rounds, refit, set_head
-from ..evaluation.rounds import collect_rounds
+from ..evaluation.rounds import check_confidence_head, collect_rounds
 from ..evaluation.settings import EvaluationSettings
 from ..hub import read_config
 from ..version import __version__
@@ -151,11 +151,7 @@ def _check_drafter(source: str, copy: Path | None) -> DSparkConfig:
     else:
         check_can_update(source)
     config = read_config(source)
-    if not config.enable_confidence_head:
-        raise ValueError(
-            f"{source} has no confidence head (`enable_confidence_head=False`), so there is nothing to calibrate. "
-            "Train one with a confidence loss (`dspark train --confidence 1.0`)."
-        )
+    check_confidence_head(config, source)
     return config
 
 

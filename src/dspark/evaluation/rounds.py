@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..calibration.rounds import ScoredRounds, check_rounds
+from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDrafter
 from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
@@ -44,11 +45,7 @@ def collect_rounds(
     Raises:
         ValueError: The drafter has no confidence head, or does not fit the target.
     """
-    if not drafter.config.enable_confidence_head:
-        raise ValueError(
-            "The drafter has no confidence head (`enable_confidence_head=False`), so there is nothing to calibrate. "
-            "Train one with a confidence loss (`dspark train --confidence 1.0`)."
-        )
+    check_confidence_head(drafter.config, "The drafter")
     settings = EvaluationSettings(temperatures=(temperature,), max_new_tokens=max_new_tokens, seed=seed)
     speculation = SpeculationConfig(policy="fixed", record_confidence=True)
     collected = []
@@ -65,6 +62,23 @@ def collect_rounds(
         if on_progress is not None:
             on_progress(index, output.speculation)
     return collected
+
+
+def check_confidence_head(config: DSparkConfig, name: str) -> None:
+    """Refuse a drafter without a confidence head.
+
+    Args:
+        config: The drafter's.
+        name: What the message calls it.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not config.enable_confidence_head:
+        raise ValueError(
+            f"{name} has no confidence head (`enable_confidence_head=False`), so there is nothing to calibrate. "
+            "Train one with a confidence loss (`dspark train --confidence 1.0`)."
+        )
 
 
 def stack_rounds(stats: Iterable[SpeculationStats], num_draft_tokens: int) -> ScoredRounds:
@@ -88,4 +102,4 @@ def stack_rounds(stats: Iterable[SpeculationStats], num_draft_tokens: int) -> Sc
     return check_rounds(logits, torch.tensor(accepted).long(), torch.tensor(verified).long())
 
 
-__all__ = ["collect_rounds", "stack_rounds"]
+__all__ = ["check_confidence_head", "collect_rounds", "stack_rounds"]

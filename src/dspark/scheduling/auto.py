@@ -192,11 +192,8 @@ class AutoPolicy(VerifyPolicy):
             self._rounds_since_trial += 1
         else:
             self._judge(self._trial, tokens, seconds)
-        self._trial, self._expected_rate, self._awaited = (
-            None,
-            0.0,
-            [],
-        )  # the next round may come without a question about its width
+        # The next round may come without a question about its width.
+        self._trial, self._expected_rate, self._awaited = None, 0.0, []
 
     def _judge(self, trial: _Trial, tokens: float, seconds: float) -> None:
         has_paid = tokens > trial.rate_to_beat * seconds

@@ -8,16 +8,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
+from ..files import quiet_bars
 from ..version import __version__
 
 PROVENANCE_NAME = "training.json"
@@ -68,18 +66,6 @@ def _replace(temporary: Path, folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-@contextmanager
-def quiet_bars() -> Iterator[None]:
-    """Hide transformers' own progress bars, which would break into ours."""
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
-
-
 def environment() -> dict[str, Any]:
     """Command line, versions and commit, for `training.json`."""
     return {
@@ -112,4 +98,4 @@ def _git_commit() -> str | None:
     return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
-__all__ = ["PROVENANCE_NAME", "environment", "quiet_bars", "save_drafter"]
+__all__ = ["PROVENANCE_NAME", "environment", "save_drafter"]

@@ -19,6 +19,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from ..adapter_files import note_base
 from ..borrowing import teacher_head
+from ..files import quiet_bars
 from ..modeling_dspark import DSparkDrafter, DSparkTrainingOutput
 from ..objective import position_weights
 from ..pairing import require_pair
@@ -32,7 +33,6 @@ from .collator import BlockCollator, EpochSampler, sequence_lengths
 from .evaluation import DecodingEvaluation, EvaluateEvery, as_estimates, undisturbed
 from .features import capture_features, check_target, target_logsumexp
 from .meter import TrainingMeter
-from .saving import quiet_bars
 from .step_batches import add_anchors, last_supervised, leave_out_copies, loss_weight
 
 _EVALUATION = 1 << 40  # stands for the step number in evaluation, so that its anchors are always the same
