@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def copy_with(
     try:
         if is_own_format(source):
             shutil.copytree(source, temporary)
+            for path in (temporary, *temporary.rglob("*")):  # a copy of what is read-only is not
+                path.chmod(path.stat().st_mode | stat.S_IWUSR)
         if change is not None or not temporary.exists():
             drafter = DSparkDrafter.from_pretrained(source, dtype="auto")
             if change is not None:
@@ -85,13 +88,17 @@ def copy_with(
 
 
 def check_is_new(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that exists.
+    """Refuse a folder that exists or cannot be made.
 
     Raises:
-        OSError: It does.
+        OSError: It does, or cannot.
     """
-    if Path(folder).exists():
+    folder = Path(folder).absolute()
+    if os.path.lexists(folder):
         raise OSError(f"{folder} exists already. Name a new folder.")
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise OSError(f"{folder} cannot be made: {above} is no folder that can be written to.")
 
 
 def is_own_format(source: str) -> bool:

@@ -52,7 +52,7 @@ def test_with_little_to_go_on_a_right_head_is_held_on_to() -> None:
     noise = torch.randn(500, 300, generator=torch.Generator().manual_seed(3))
     wide = LinearHead(torch.cat([truth.weight, torch.zeros(300)]), truth.bias)
     fit = fit_confidence_head(torch.cat([inputs, noise], 1), accepted, groups, wide)
-    assert fit.penalty >= 1
+    assert fit.penalty is None or fit.penalty >= 1
     # Without a penalty 312 weights learn 500 events by heart.
     fresh, _, _, _ = events(5000, 4)
     padded = torch.cat([fresh, torch.randn(5000, 300)], 1)
@@ -62,6 +62,7 @@ def test_with_little_to_go_on_a_right_head_is_held_on_to() -> None:
 
 def test_folds_leave_whole_prompts_out() -> None:
     inputs, accepted, groups, truth = events(4000, 5)
+    truth = LinearHead(truth.weight * 0.3, truth.bias + 2)
     fit = fit_confidence_head(inputs, accepted, groups, truth)
     assert len(fit.folds) == 4
     for fold, head in enumerate(fit.folds):
@@ -71,6 +72,31 @@ def test_folds_leave_whole_prompts_out() -> None:
         if other.penalty == fit.penalty:
             torch.testing.assert_close(other.folds[fold].weight, head.weight)
         assert not torch.allclose(other.head.weight, fit.head.weight)
+
+
+def test_a_head_that_no_fit_beats_is_kept() -> None:
+    """Each prompt has a level of its own, which its first input tells and no other prompt shares."""
+    inputs, _, groups, truth = events(2000, 8, groups=4)
+    accepted = groups % 4 == 3
+    fit = fit_confidence_head(inputs, accepted, groups, LinearHead(torch.zeros(WIDTH), 0.0))
+    assert fit.penalty is None
+    assert fit.loss_after == fit.loss_before
+    assert torch.equal(fit.head.weight, torch.zeros(WIDTH))
+    assert fit.without(0) == fit.without(10_000) == fit.head
+    assert truth.bias != 0
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("value", [100.3, 1e6])
+def test_an_input_that_never_changes_moves_nothing_far(with_bias: bool, value: float) -> None:
+    inputs, accepted, groups, truth = events(3000, 9)
+    padded = torch.cat([inputs, torch.full((3000, 1), value)], 1)
+    start = LinearHead(torch.cat([truth.weight * 0.5, torch.zeros(1)]), truth.bias)
+    fit = fit_confidence_head(padded, accepted, groups, start, with_bias=with_bias)
+    assert abs(float(fit.head.weight[-1])) * value < 5
+    assert abs(fit.head.bias) < 5
+    gap = (fit.head.logits(padded).sigmoid() - truth.logits(inputs).sigmoid()).abs().mean()
+    assert float(gap) < 0.05
 
 
 def test_a_head_without_a_bias_gets_none() -> None:
@@ -86,6 +112,7 @@ def test_a_head_without_a_bias_gets_none() -> None:
     [
         (lambda x, y, g: (x[:, :-1], y, g), r"must be \[n, 12\]"),
         (lambda x, y, g: (x, y[:-1], g), "events and groups"),
+        (lambda x, y, g: (x * torch.tensor(float("nan")), y, g), "must be finite"),
         (lambda x, y, g: (x[:100], y[:100], g[:100]), "got 100 of 40"),
         (lambda x, y, g: (x, y, g % 4), "of 4 prompts"),
         (lambda x, y, g: (x, y | True, g), "1000 accepted"),

@@ -22,10 +22,13 @@ from typer.testing import CliRunner
 
 import dspark.cli.calibrate  # noqa: F401 - so that the module is found below; the package has a command of its name
 from dspark import DSparkDrafter
-from dspark.calibration import fit_positions, position_reliability
+from dspark.calibration import LinearHead, fit_positions, position_reliability
 from dspark.cli import app
+from dspark.config_file import update_config_file
 from dspark.evaluation.calibrate import held_out_places
+from dspark.evaluation.refit import HeadRounds, _head_rounds, refit
 from dspark.evaluation.rounds import collect_rounds, stack_rounds
+from dspark.stats import SpeculationStats
 from tests.training import tiny
 
 WORDS = [f"w{i}" for i in range(12)]
@@ -160,6 +163,9 @@ def test_a_copy_leaves_the_drafter_as_it_is(pair: Path, drafter: Path, tmp_path:
 def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
     pair: Path, drafter: Path, tmp_path: Path
 ) -> None:
+    update_config_file(drafter, confidence_temperatures={"0.5": [3.0] * 4})
+    for path in drafter.iterdir():
+        path.chmod(0o444)
     before = hashes(drafter)
     options = ("--temperature", 1, "--max-new-tokens", 150, "--held-out", 0.4, "--json")
     code, stdout, stderr = run(*command(pair, drafter, *options, "--refit-head", "--out", tmp_path / "copy"))
@@ -170,6 +176,8 @@ def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
     old, new = (DSparkDrafter.from_pretrained(path) for path in (drafter, tmp_path / "copy"))
     moved = {name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])}
     assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert list(rows_of(tmp_path / "copy")) == ["1"]  # the other list was fitted to the head as it was
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "copy").iterdir())
     figures = json.loads(stdout)
     assert figures["confidence_head"]["log_loss_after"] < 0.8 * figures["confidence_head"]["log_loss_before"]
     (found,) = figures["calibrations"]
@@ -199,6 +207,28 @@ def test_a_fitted_head_is_not_written_in_place(pair: Path, drafter: Path) -> Non
     assert "`--refit-head` changes weights, so it writes a copy: name it with --out." in stderr
 
 
+def test_prompts_without_rounds_and_overflowing_heads_in_a_refit() -> None:
+    drafter = tiny.drafter_for(tiny.llama())
+    head = drafter.confidence_head.proj
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt(rounds: int) -> HeadRounds:
+        inputs = torch.randn(rounds, 4, head.in_features, generator=generator)
+        accepted = torch.randint(5, (rounds,), generator=generator).tolist()
+        logits = head(inputs).squeeze(-1).tolist()
+        return HeadRounds(SpeculationStats([4] * rounds, [4] * rounds, accepted, logits), inputs)
+
+    parts = [[prompt(n) for n in (80, 80, 0, 80, 80, 60, 0)], [prompt(n) for n in (80, 80, 80, 80, 0, 60, 0)]]
+    fit, logits = refit(drafter, parts, [False] * 5 + [True, False])
+    assert [[len(row) for row in part] for part in logits] == [[80, 80, 0, 80, 80, 60, 0], [80, 80, 80, 80, 0, 60, 0]]
+    torch.testing.assert_close(logits[0][5], fit.head.logits(parts[0][5].inputs))
+    torch.testing.assert_close(logits[1][3], fit.folds[3].logits(parts[1][3].inputs))
+
+    stats = SpeculationStats([4], [4], [1], [[0.0, -math.inf, 0.0, 0.0]])
+    with pytest.raises(ValueError, match="must be finite"):
+        _head_rounds(stats, [torch.zeros(4, head.in_features)], LinearHead(torch.zeros(head.in_features), 0.0))
+
+
 def test_packing_gives_the_same_temperatures_and_stored_weights(pair: Path, drafter: Path, tmp_path: Path) -> None:
     weights = hashes(drafter)["model.safetensors"]
     assert run(*command(pair, drafter, "--temperature", 1, "--pack"))[0] == 0
@@ -215,6 +245,8 @@ def test_packing_gives_the_same_temperatures_and_stored_weights(pair: Path, draf
         (("--drafter", "{target}"), "has model_type 'llama', not 'dspark'"),
         (("--drafter", "{headless}"), "has no confidence head"),
         (("--out", "{drafter}"), "exists already"),
+        (("--out", "{drafter}/config.json/copy"), "is no folder that can be written to"),
+        (("--out", "{drafter}-copy", "--refit-head", "--limit", "4"), "that are not held out, got 3 of 4"),
         (("--held-out", "0"), "must lie between 0 and 1"),
         (("--held-out", "0.01"), "leave no prompt on one side"),
         (("--limit", "1"), "leave no prompt on one side"),

@@ -96,3 +96,9 @@ def test_a_batch_and_what_is_left_behind(monkeypatch):
     assert curve.draft_seconds(3) > 0
     assert drafter.speculation == SpeculationConfig(num_assistant_tokens=1)
     assert curve_key(target, "x").threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("rows", [[], [0], [0, 2]])
+def test_no_rows_are_refused(rows):
+    with pytest.raises(ValueError, match="multiples of the rows"):
+        profile_pair(make_target(), hostile(), token_counts=[2], contexts=[5], rows=rows)

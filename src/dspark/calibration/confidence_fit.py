@@ -23,8 +23,9 @@ _PENALTIES = (
     1e-3,
     1e-4,
 )  # on half the squared distance of standardised weights, in nats per event
-_FOLDS = 4
+MIN_GROUPS = 4  # as many folds
 _ITERATIONS = 200
+_CONSTANT = 1e-4  # a deviation below this share of the largest value is none
 MIN_EVENTS = 500  # fewer say less than the training did
 
 
@@ -47,7 +48,7 @@ class ConfidenceFit:
         head: Fitted on all events.
         folds: Heads fitted without one fold of the groups each; they judge what they have not seen.
         fold_of: int64 `[largest group + 1]`: the fold that leaves the group out.
-        penalty: The one chosen.
+        penalty: The one chosen; None: no fit was better on groups it had not seen than the given head, which is kept.
         loss_before, loss_after: Nats per event of the given head, and of `folds` on the events they have not seen.
         num_events: Slots fitted on.
     """
@@ -55,12 +56,16 @@ class ConfidenceFit:
     head: LinearHead
     folds: list[LinearHead]
     fold_of: torch.Tensor
-    penalty: float
+    penalty: float | None
     loss_before: float
     loss_after: float
     num_events: int
 
-    def to_dict(self) -> dict[str, float]:
+    def without(self, group: int) -> LinearHead:
+        """A head that was not fitted to events of this group, which may have none."""
+        return self.folds[int(self.fold_of[group])] if group < len(self.fold_of) else self.head
+
+    def to_dict(self) -> dict[str, float | None]:
         """What the fit was and did, JSON-able; no weights."""
         return {
             "num_events": self.num_events,
@@ -89,8 +94,8 @@ def fit_confidence_head(
         with_bias: Whether the head has a bias.
 
     Raises:
-        ValueError: Shapes differ, there are fewer than `MIN_EVENTS` slots or 4 groups, or all were (or none was)
-            accepted.
+        ValueError: Shapes differ, an input is not finite, there are fewer than `MIN_EVENTS` slots or 4 groups, or all
+            were (or none was) accepted.
     """
     inputs, events = inputs.detach().cpu().float(), accepted.detach().cpu().float()
     groups = torch.as_tensor(groups).cpu().long()
@@ -99,18 +104,20 @@ def fit_confidence_head(
             f"`inputs` must be [n, {len(start.weight)}] with n events and groups, got {tuple(inputs.shape)}, "
             f"{len(events)} and {len(groups)}."
         )
+    if not bool(inputs.isfinite().all()):
+        raise ValueError("Inputs of the confidence head must be finite: run the drafter in float32.")
     names = groups.unique()
-    if len(events) < MIN_EVENTS or len(names) < _FOLDS or events.mean() in (0, 1):
+    if len(events) < MIN_EVENTS or len(names) < MIN_GROUPS or events.mean() in (0, 1):
         raise ValueError(
-            f"A confidence head is fitted on at least {MIN_EVENTS} verified slots of {_FOLDS} prompts, some accepted "
-            f"and some not; got {len(events)} of {len(names)}, {int(events.sum())} accepted. Give more prompts or "
-            "more new tokens."
+            f"A confidence head is fitted on at least {MIN_EVENTS} verified slots of {MIN_GROUPS} prompts, some "
+            f"accepted and some not; got {len(events)} of {len(names)}, {int(events.sum())} accepted. Give "
+            "more prompts or more new tokens."
         )
     problem = _Problem(inputs, events, start, with_bias=with_bias)
     # Prompts in turns, so that every fold has some of each set where sets follow one another.
     fold_of = torch.zeros(int(names.max()) + 1, dtype=torch.long)
-    fold_of[names] = torch.arange(len(names)) % _FOLDS
-    parts = [fold_of[groups] != fold for fold in range(_FOLDS)]
+    fold_of[names] = torch.arange(len(names)) % MIN_GROUPS
+    parts = [fold_of[groups] != fold for fold in range(MIN_GROUPS)]
     tried = [[problem.fit(part, penalty) for part in parts] for penalty in _PENALTIES]
     losses = [
         sum(problem.loss(head, ~part) * int((~part).sum()) for head, part in zip(heads, parts, strict=True))
@@ -119,13 +126,15 @@ def fit_confidence_head(
     ]
     best = min(range(len(_PENALTIES)), key=losses.__getitem__)
     everything = torch.ones(len(events), dtype=torch.bool)
+    before = problem.loss(start, everything)
+    gains = losses[best] < before
     return ConfidenceFit(
-        head=problem.fit(everything, _PENALTIES[best]),
-        folds=tried[best],
+        head=problem.fit(everything, _PENALTIES[best]) if gains else start,
+        folds=tried[best] if gains else [start] * MIN_GROUPS,
         fold_of=fold_of,
-        penalty=_PENALTIES[best],
-        loss_before=problem.loss(start, everything),
-        loss_after=losses[best],
+        penalty=_PENALTIES[best] if gains else None,
+        loss_before=before,
+        loss_after=min(losses[best], before),
         num_events=len(events),
     )
 
@@ -136,8 +145,11 @@ class _Problem:
     def __init__(self, inputs: torch.Tensor, events: torch.Tensor, start: LinearHead, *, with_bias: bool) -> None:
         self.inputs, self.events, self.start, self.with_bias = inputs, events, start, with_bias
         self.mean = inputs.mean(0) if with_bias else torch.zeros(inputs.shape[1])
-        self.scale = inputs.std(0).clamp(min=1e-6)
-        self.standard = (inputs - self.mean) / self.scale
+        moved = inputs - self.mean
+        scale = moved.square().mean(0).sqrt()
+        # What never moves says nothing, and what rounding leaves of it would be blown up: its weight stays.
+        self.scale = torch.where(scale > _CONSTANT * inputs.abs().amax(0), scale, torch.inf)
+        self.standard = moved / self.scale
         self.base = start.logits(inputs)
 
     def fit(self, part: torch.Tensor, penalty: float) -> LinearHead:
@@ -169,4 +181,4 @@ class _Problem:
         return float(torch.nn.functional.binary_cross_entropy_with_logits(logits, self.events[part]))
 
 
-__all__ = ["MIN_EVENTS", "ConfidenceFit", "LinearHead", "fit_confidence_head"]
+__all__ = ["MIN_EVENTS", "MIN_GROUPS", "ConfidenceFit", "LinearHead", "fit_confidence_head"]

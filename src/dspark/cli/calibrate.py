@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from ..calibration import ConfidenceFit, PositionReliability
+from ..calibration.confidence_fit import MIN_GROUPS
 from ..config_file import check_can_update, check_is_new, copy_with, update_config_file
 from ..configuration_dspark import DSparkConfig
 from ..cpu import packed
@@ -76,8 +77,8 @@ def calibrate(
     Decodes the prompts, verifies every draft, fits one temperature per draft position on part of the prompts
     (sequential temperature scaling), and says what calibration does on the others: ECE and AUC of survival. Survival
     thresholds and schedulers look at these temperatures; the text does not depend on them. What the config has for
-    other decoding temperatures is kept. Where confidence stays far off, --refit-head fits the head itself first:
-    temperatures cannot bring a mean confidence above one half below it.
+    other decoding temperatures is kept, unless the head changes. Where confidence stays far off, --refit-head fits
+    the head itself first: temperatures cannot bring a mean confidence above one half below it.
 
     Example: dspark calibrate --target Qwen/Qwen3-4B --drafter my-drafter --temperature 0 --temperature 1
 
@@ -93,7 +94,7 @@ def calibrate(
         _check_files(sglang, report)
         chosen = gather_prompts(sets or (), prompts or (), limit=limit)
         is_held_out = held_out_places([len(texts) for texts in chosen.values()], held_out, seed)
-        check_enough_prompts(is_held_out, max_new_tokens)
+        check_enough_prompts(is_held_out, max_new_tokens, MIN_GROUPS if refit_head else 1)
         if threads is not None:
             torch.set_num_threads(threads)
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
@@ -103,7 +104,8 @@ def calibrate(
         ids = [chat_ids(tokenizer, text, Prompting(raw)).to(where) for texts in chosen.values() for text in texts]
         with packed(model, wanted=pack), packed(draft, wanted=pack):
             found, head = _calibrations(model, draft, ids, is_held_out, settings, refit_head=refit_head)
-        rows = _merged(config, found)
+        # What the config has for other temperatures was fitted to the old head.
+        rows = _merged(None if head is not None else config.confidence_temperatures, found)
         if copy is None:
             update_config_file(drafter, confidence_temperatures=rows)
         else:
@@ -204,9 +206,9 @@ def _calibrations(
     return calibrations, head
 
 
-def _merged(config: DSparkConfig, found: list[Calibration]) -> dict[str, list[float]]:
+def _merged(old: Any, found: list[Calibration]) -> dict[str, list[float]]:
     """What the config had for other decoding temperatures, and the new lists; one list for all of them is replaced."""
-    old, new = config.confidence_temperatures, [calibration.decoding_temperature for calibration in found]
+    new = [calibration.decoding_temperature for calibration in found]
     kept = {key: row for key, row in old.items() if float(key) not in new} if isinstance(old, dict) else {}
     merged = kept | {calibration.key: calibration.temperatures for calibration in found}
     return dict(sorted(merged.items(), key=lambda item: float(item[0])))

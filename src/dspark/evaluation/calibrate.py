@@ -100,14 +100,25 @@ def held_out_places(sizes: Sequence[int], share: float, seed: int) -> list[bool]
     return chosen
 
 
-def check_enough_prompts(is_held_out: Sequence[bool], max_new_tokens: int) -> None:
+def check_enough_prompts(is_held_out: Sequence[bool], max_new_tokens: int, fewest: int = 1) -> None:
     """Refuse before any work what cannot give enough rounds, as every round writes a token.
+
+    Args:
+        is_held_out: Per prompt.
+        max_new_tokens: Per prompt.
+        fewest: Prompts to fit on, at least.
 
     Raises:
         ValueError: Says how many rounds there can be at most, and what to change.
     """
-    most = (len(is_held_out) - sum(is_held_out)) * (max_new_tokens - 1)
+    fitted = len(is_held_out) - sum(is_held_out)
+    most = fitted * (max_new_tokens - 1)
     _check_enough(most, f"rounds at most from {len(is_held_out)} prompts of {max_new_tokens} new tokens")
+    if fitted < fewest:
+        raise ValueError(
+            f"A head is fitted on at least {fewest} prompts that are not held out, got {fitted} of "
+            f"{len(is_held_out)}. Give more prompts or hold out a smaller share."
+        )
 
 
 def _check_enough(count: int, what: str) -> None:

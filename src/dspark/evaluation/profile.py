@@ -123,8 +123,7 @@ def _any_ids(target: PreTrainedModel, rows: int, width: int) -> torch.Tensor:
 
 
 def _check(target: PreTrainedModel, token_counts: Sequence[int], contexts: Sequence[int], rows: int) -> None:
-    bad = [count for count in token_counts if count < rows or count % rows]
-    if rows < 1 or bad or not token_counts:
+    if rows < 1 or not token_counts or any(count < rows or count % rows for count in token_counts):
         raise ValueError(
             f"Token counts must be multiples of the rows ({rows}), since every row runs as many, got "
             f"{list(token_counts)}."

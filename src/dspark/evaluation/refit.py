@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..calibration import ConfidenceFit, LinearHead, fit_confidence_head
 from ..modeling_dspark import DSparkDrafter
 from ..stats import SpeculationStats
-from .rounds import check_confidence_head, collect_rounds
+from .rounds import check_confidence_head, collect_rounds, stack_rounds
 
 
 class HeadRounds(NamedTuple):
@@ -98,7 +98,7 @@ def refit(
     )  # fmt: skip
     logits = [
         [
-            (fit.head if out else fit.folds[int(fit.fold_of[place])]).logits(prompt.inputs)
+            (fit.head if out else fit.without(place)).logits(prompt.inputs)
             for place, (prompt, out) in enumerate(zip(part, is_held_out, strict=True))
         ]
         for part in rounds
@@ -133,7 +133,7 @@ def _head_rounds(stats: SpeculationStats, seen: Sequence[torch.Tensor], head: Li
         RuntimeError: The recorded inputs are not those of the recorded logits.
     """
     rounds = stats.scored_rounds()
-    logits = torch.tensor([logits for logits, _, _ in rounds])
+    logits = stack_rounds([stats], len(rounds[0][0]) if rounds else 1).logits.float()  # refuses what is not finite
     inputs = torch.stack(list(seen)) if seen else torch.zeros(0, 1, len(head.weight))
     # Tolerances: a bfloat16 head rounds its logits.
     if len(seen) != len(rounds) or not torch.allclose(head.logits(inputs), logits, rtol=0.05, atol=0.05):
