@@ -87,29 +87,59 @@ def test_knowing_who_is_awaited_pays_where_rows_differ() -> None:
 def test_paces() -> None:
     rows = Stragglers()
     rows.begin({3: 100, 5: 100})
-    assert rows.last(1.0) == [0, 1]  # nothing is known: alike
+    assert rows.shares(1.0)[1] == pytest.approx([1.0, 1.0])  # nothing is known: alike
     for left in range(99, 80, -1):
         rows.begin({3: left, 5: left})
         rows.observe([2.0, 0.1], 1.0)
     assert rows.ratio(0) > 1.5 > 0.5 > rows.ratio(1)
-    assert rows.last(1.0) == [1]
-    rows.begin({3: 60, 5: 10})  # the slow row has nearly all of its text
-    assert rows.last(1.0) == [0]
+    speed, (fast, slow) = rows.shares(1.0)
+    assert slow == pytest.approx(1.0)
+    assert 0 < fast < 0.5
+    assert 1 < speed < 1 + rows.ratio(1)
+    rows.begin({3: 60, 5: 10})  # the slow row has nearly all of its text: it is through without drafts
+    assert rows.shares(1.0)[1] == pytest.approx([1.0, 0.0])
     rows.begin({5: 9})
-    assert rows.last(1.0) == [0]
+    assert rows.shares(1.0)[1] == pytest.approx([1.0])
+    rows.begin({3: 60, 5: 8})
+    turns = [rows.due([0.25, 1.0]) for _ in range(8)]
+    assert [0 in turn for turn in turns].count(True) == 2
+    assert all(1 in turn for turn in turns)
     rows.begin({3: 60, 5: 500})  # row 5 is another text, row 3 came back
     assert rows.ratio(0) == rows.ratio(1) == 1.0
+
+
+def test_one_row_of_many_is_out_of_luck() -> None:
+    """Rows alike take longer together than one of them, and no longer than without drafts."""
+    speeds = []
+    for count in (1, 2, 8, 64):
+        rows = Stragglers()
+        rows.begin(dict.fromkeys(range(count), 60))
+        speeds.append(rows.shares(1.0)[0])
+    assert speeds[0] == pytest.approx(2.0)
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[-1] >= 1.0
+    dice, rounds = random.Random(0), []
+    for _ in range(300):  # a draft of a fair coin that is tossed until it fails: one kept on average, of variance two
+        left, count = [60] * 8, 0
+        while max(left) > 0:
+            count += 1
+            for row in range(8):
+                left[row] -= 1
+                while dice.random() < 0.5:
+                    left[row] -= 1
+        rounds.append(count)
+    assert sum(rounds) / len(rounds) == pytest.approx(60 / speeds[2], rel=0.1)
 
 
 def test_who_is_awaited_is_known_before_the_scores() -> None:
     """Whatever this round's scores say, the rows that get drafts are those the past chose."""
     policy = make_policy("auto")
-    chances = [0.95] * 6 + [0.6] * 2
+    chances = [0.8] * 8
     finish(policy, chances, 0)
     usual = torch.tensor([[chance] * BLOCK for chance in chances], dtype=torch.float64).cumprod(1)
     found = 0
     for left in range(90, 30, -1):
-        slots = policy.slots(8, BLOCK, dict.fromkeys(range(8), left))
+        slots = policy.slots(8, BLOCK, {row: left if row > 5 else left // 4 for row in range(8)})
         if not slots:  # a try of a plain round
             policy.observe(RoundObservation(8, 0, 8, draft(8, 0), affine(8), [0] * 8, [0] * 8, None))
             continue

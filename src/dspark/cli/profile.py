@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..cpu import packed
 from ..decoding.curve import curve_key
-from ..evaluation.profile import profile_pair
+from ..evaluation.profile import default_slots, profile_pair
 from ..evaluation.provenance import public_name
 from ..scheduling import ThroughputCurve
 from .common import bad_input_exits, check_out_file, chosen_device, err, load_drafter, load_target, out, print_json
@@ -23,31 +23,26 @@ def profile(
     drafter: Annotated[str, typer.Option(help="Drafter: folder or Hub id.")],
     curve_file: Annotated[Path, typer.Option("--out", help="File to write, JSON.")],
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
-    tokens: Annotated[
-        list[int], typer.Option(min=1, help="Tokens in the target's forward, over all rows. Repeatable.")
-    ] = [1, 2, 4, 8, 16, 32, 64],  # noqa: B006 - typer reads it, nothing changes it
-    contexts: Annotated[list[int], typer.Option(min=1, help="Tokens already in the cache. Repeatable.")] = [128, 1024],  # noqa: B006
-    rows: Annotated[
-        list[int],
-        typer.Option(
-            min=1,
-            help="Rows of the batch. Repeatable: the drafter's side is timed with each, the target with the fewest, "
-            "of which token counts are multiples.",
-        ),
-    ] = [1],  # noqa: B006
-    repeats: Annotated[int, typer.Option(min=1, help="Timings of each shape; the median counts.")] = 5,
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows of the batches. Repeatable.")] = [1],  # noqa: B006 - typer reads it, nothing changes it
+    slots: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Drafts per row. Repeatable. Default: none, one, half and all of a block."),
+    ] = None,
+    contexts: Annotated[list[int], typer.Option(min=1, help="Tokens in each row's cache. Repeatable.")] = [128, 1024],  # noqa: B006
+    repeats: Annotated[int, typer.Option(min=1, help="Timings of each shape; the median counts.")] = 3,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,
     pack: Annotated[bool, typer.Option(help="On a CPU: pack the linear layers of both models while it runs.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the curve as JSON on stdout.")] = False,
 ) -> None:
-    """Measure how long a step takes by tokens in the target's forward, and what the drafter's side takes.
+    """Measure what a round takes in real rounds: the target's side by tokens in its forward, the drafter's by slots.
 
-    Use the file as `SpeculationConfig(policy="scheduled", throughput_curve=ThroughputCurve.load(file))`. Measure with
+    Tokens in the forward are rows times one more than their drafts, so choose rows as your batches will have. Use the
+    file as `SpeculationConfig(policy="scheduled", throughput_curve=ThroughputCurve.load(file))`. Measure with
     nothing else running, in the state that will decode: the same device, dtype, threads and packing.
 
-    Example: dspark profile --target Qwen/Qwen3-4B --drafter my-drafter --out curve.json --tokens 1 --tokens 8
+    Example: dspark profile --target Qwen/Qwen3-4B --drafter my-drafter --out curve.json --rows 1 --rows 8
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -61,24 +56,23 @@ def profile(
         for module in (model, draft):
             torch.nn.Module.to(module, where)
         key = curve_key(model, gguf_file or public_name(target))
+        slots = default_slots(draft) if slots is None else slots
         with err.status("profile") as status, packed(model, wanted=pack), packed(draft, wanted=pack):
             curve = profile_pair(
-                model, draft, token_counts=tokens, contexts=contexts, rows=rows, repeats=repeats, key=key,
+                model, draft, rows=rows, slots=slots, contexts=contexts, repeats=repeats, key=key,
                 on_progress=lambda what: status.update(f"profile: {what}"),
             )  # fmt: skip
         curve.save(curve_file)
     if as_json:
-        print_json(_figures(curve, rows))
+        print_json(_figures(curve, rows, slots))
         return
-    out.print(_table(curve))
-    for count in sorted(set(rows)):
-        before = curve.draft_seconds(count)
-        out.print(f"drafter's side: {before * 1e3:.2f} ms per round of {count} row(s)", highlight=False)
+    out.print(_target_table(curve))
+    out.print(_drafter_table(curve, rows, slots))
     err.print(f"{curve_file}: written", highlight=False)
 
 
-def _figures(curve: ThroughputCurve, rows: list[int]) -> dict[str, Any]:
-    """The curve's document with its medians: seconds and ratio to the fewest tokens, per context."""
+def _figures(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> dict[str, Any]:
+    """The curve's document with its medians; `ratio` is to the fewest tokens, drafting is by rows and slots."""
     medians = {
         str(context): [
             {"tokens": n, "seconds": seconds, "ratio": seconds / curve.points(context)[0][1]}
@@ -86,12 +80,12 @@ def _figures(curve: ThroughputCurve, rows: list[int]) -> dict[str, Any]:
         ]
         for context in curve.contexts
     }
-    before = {str(count): curve.draft_seconds(count) for count in sorted(set(rows))}
+    before = {str(r): {str(n): curve.draft_seconds(r, n) for n in sorted(set(slots))} for r in sorted(set(rows))}
     return {**curve.to_json(), "medians": medians, "draft_seconds": before}
 
 
-def _table(curve: ThroughputCurve) -> Table:
-    table = Table(title="The target's forward")
+def _target_table(curve: ThroughputCurve) -> Table:
+    table = Table(title="The target's side")
     table.add_column("tokens", justify="right")
     for context in curve.contexts:
         table.add_column(f"ms at {context}", justify="right")
@@ -103,6 +97,16 @@ def _table(curve: ThroughputCurve) -> Table:
             seconds = points[index][1]
             cells += [f"{seconds * 1e3:.2f}", f"{seconds / points[0][1]:.2f}"]
         table.add_row(str(tokens), *cells)
+    return table
+
+
+def _drafter_table(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> Table:
+    table = Table(title="The drafter's side")
+    table.add_column("rows", justify="right")
+    for count in sorted(set(slots)):
+        table.add_column(f"ms, {count} drafts", justify="right")
+    for row in sorted(set(rows)):
+        table.add_row(str(row), *(f"{curve.draft_seconds(row, n) * 1e3:.2f}" for n in sorted(set(slots))))
     return table
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..target import counts_slots, text_config
+from .grouped_attention import GroupedAttention, attend_grouped, grouped_mask, head_groups
 from .ragged_pass import RaggedPass
 
 _MASKED = ("sdpa", "eager")  # implementations that take a mask per query and key
@@ -62,7 +63,7 @@ class RaggedAttention:
         self._windows = windows
         self._is_additive = text_config(target)._attn_implementation == "eager"
         self._dtype = target.dtype
-        self._masks: dict[tuple[int | None, torch.device, torch.dtype], torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.device, torch.dtype, int], torch.Tensor] = {}
         self._num_attended = 0
         self.handed_mask = self._mask(None, target.device, self._dtype)
 
@@ -81,9 +82,12 @@ class RaggedAttention:
         if layer_idx is None or attention_mask is None or attention_mask.shape != self.handed_mask.shape:
             raise BypassedError(f"{type(module).__name__} does not say its layer, or makes a mask of its own")
         self._num_attended += 1
-        mask = self._mask(self._windows[layer_idx], query.device, query.dtype)
-        by_row = self._plan.by_row(query.transpose(1, 2)).transpose(1, 2)
-        output, weights = function(module, by_row, key, value, mask, **kwargs)
+        by_row = self._plan.by_row(query.transpose(1, 2))
+        groups = head_groups(function, module, by_row, key, kwargs)
+        mask = self._mask(self._windows[layer_idx], query.device, query.dtype, groups)
+        if groups > 1:
+            return self._plan.by_token(attend_grouped(by_row, key, value, mask, groups, kwargs)), None
+        output, weights = function(module, by_row.transpose(1, 2), key, value, mask, **kwargs)
         return self._plan.by_token(output), weights
 
     def check(self) -> None:
@@ -91,11 +95,13 @@ class RaggedAttention:
         if self._num_attended != len(self._windows):
             raise BypassedError(f"{self._num_attended} of {len(self._windows)} layers attend through the interface")
 
-    def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        key = (window, device, dtype)
+    def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
+        key = (window, device, dtype, groups)
         if key not in self._masks:
             mask = self._plan.mask(window, device)
-            if self._is_additive:
+            if groups > 1:
+                mask = grouped_mask(mask, groups, dtype)
+            elif self._is_additive:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
             self._masks[key] = mask
         return self._masks[key]
@@ -108,7 +114,7 @@ _get_interface = AttentionInterface.get_interface
 
 
 @contextmanager
-def attending(attention: RaggedAttention) -> Iterator[None]:
+def attending(attention: RaggedAttention | GroupedAttention) -> Iterator[None]:
     """Inside, this thread's attention layers go through `attention`; other threads and later calls do not."""
     _install()
     _armed.attention = attention

@@ -7,6 +7,7 @@ numbers of drafts and go on in a `RaggedBatch` once the prompt's pass has filled
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ..compat import cache_length, cache_name, pop_cache
 from ..stats import SpeculationStats
 from ..target import skips_hidden_states, text_config
 from .capture import HiddenStateCapture
+from .grouped_attention import GroupedAttention
 from .inputs import prepare_inputs
+from .ragged_attention import attending, attends_by_interface
 from .ragged_batch import RaggedBatch
 from .record import attention_widths
 from .target_cache import CacheRollback, check_cache
@@ -54,6 +57,7 @@ class TargetSession:
         self._base: torch.Tensor | None = None  # position of its last prompt token, [..., 1, 1]
         self._cached = 0  # slots in the cache, W
         self._ahead = 1  # position of its anchor, counted from its last prompt token
+        self._is_grouped = False  # whether its attention can be laid out by key heads
         self._keeps_mask = False  # whether the forward was given a mask, though nothing is masked
         self._pass_tokens: list[int] = []
         self._pass_width = 0
@@ -115,6 +119,7 @@ class TargetSession:
         # Counted in integers: a mask may come as bool, float, or with other values than 1.
         self._mask = (mask != 0).long() if mask is not None and not bool(mask.all()) else None
         self._keeps_mask = mask is not None
+        self._is_grouped = attends_by_interface(self.target)
         self._cached = cache_length(cache) or 0  # all recurrent: no slots
         self._base = base
 
@@ -184,7 +189,9 @@ class TargetSession:
             self._pass_width = len(block)
             new = len(self._pass_tokens)
             start = generated[0] - (new - len(block))
-            outputs, states = self._run(self._inputs(text_ids, start, new=new, width=len(block)))
+            inputs = self._inputs(text_ids, start, new=new, width=len(block))
+            with attending(GroupedAttention()) if new > 1 and self._is_grouped else nullcontext():
+                outputs, states = self._run(inputs)
             logits, states = outputs.logits[:, -len(block) :], states[:, -len(block) :]
         self.stats.num_target_passes += 1
         return outputs, logits, states

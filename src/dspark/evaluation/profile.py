@@ -1,140 +1,164 @@
-"""Step times of a real pair: the target's forward by token count and context, and what the drafter's side takes.
+"""Step times of a real pair: the target's side of a round by tokens and context, the drafter's by rows and slots.
 
-The target is timed on forwards like those of verification: a few tokens behind a filled cache, which is then cut back.
-The drafter's side is the time of its steps in real rounds, so whatever the loop does is in it.
+All of it is timed in real rounds, so what a schedule is told is what a round costs: several rows take another form of
+the pass than one row of as many tokens, and whatever the loop does around the forwards is in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..compat import cache_name
-from ..decoding.target_cache import CacheRollback
 from ..modeling_dspark import DSparkDrafter
 from ..plain_decoding import plain_decoding
-from ..scheduling import CurveKey, ThroughputCurve
-from ..speculation import SpeculationConfig
+from ..scheduling import CurveKey, RoundObservation, ThroughputCurve, VerifyPolicy
+from ..speculation import Policy, SpeculationConfig
 from ..target import text_config
-
-BEFORE_VERIFYING = ("context", "draft", "propose", "confidence", "schedule")
-_ROUNDS = 3  # rounds a timed call of the drafter's side must have at least, whatever is accepted
 
 
 def profile_pair(  # noqa: PLR0913 - what is measured, and how
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     *,
-    token_counts: Sequence[int],
-    contexts: Sequence[int],
     rows: Sequence[int] = (1,),
-    repeats: int = 5,
+    slots: Sequence[int] | None = None,
+    contexts: Sequence[int] = (128,),
+    repeats: int = 3,
     key: CurveKey | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> ThroughputCurve:
-    """Measure a pair.
+    """Measure a pair in rounds whose blocks take all widths in turn, every draft verified.
+
+    A count of tokens that several shapes give (8: one row of 7 drafts, 8 rows of none) has the median of them all.
 
     Args:
         target: In the state it will decode in (packed or not).
         drafter: Fits it.
-        token_counts: Tokens in the target's forward over all rows, multiples of the fewest rows.
-        contexts: Tokens already in each row's cache, at least 1.
-        rows: Rows of the batch: the target is timed with the fewest of them, the drafter's side with each.
-        repeats: Timings per shape.
+        rows: Rows of the batches.
+        slots: Drafts per row, 0 (a round without drafts) to the drafter's most; None: `default_slots`.
+        contexts: Tokens in each row's cache, at least 1.
+        repeats: Timings per shape, after one that is left out.
         key: Kept with the curve.
         on_progress: Told what is measured.
 
     Raises:
-        ValueError: A count that the fewest rows do not divide, or a context that leaves no room in the target's
-            positions.
+        ValueError: A count out of its range, or a context that leaves no room in the target's positions.
     """
-    fewest = min(rows, default=0)
-    _check(target, token_counts, contexts, fewest)
-    steps = _TargetSteps(target, fewest, contexts)
-    on_progress("the target's forward")
-    curve = ThroughputCurve.profile(steps.run, token_counts, contexts=contexts, repeats=repeats, key=key)
-    for count in sorted(set(rows)):
-        on_progress(f"the drafter's side, {count} row(s)")
-        for seconds in _draft_seconds(target, drafter, count, min(contexts), repeats):
-            curve.learn_draft(count, drafter.config.num_draft_tokens, seconds)
+    slots = default_slots(drafter) if slots is None else slots
+    _check(target, drafter, rows, slots, contexts, repeats)
+    curve = ThroughputCurve(key)
+    for context in sorted(set(contexts)):
+        seen: list[list[RoundObservation]] = []
+        for count in sorted(set(rows)):
+            on_progress(f"{count} row(s) of {context} tokens")
+            policy = _InTurn(sorted(set(slots)), repeats, is_scored=bool(drafter.config.enable_confidence_head))
+            seen += _rounds(target, drafter, count, context, policy)
+        # Shapes by turns, since of each count of tokens a curve keeps the last samples only.
+        for one in filter(None, chain(*zip_longest(*seen))):
+            curve.learn(one.tokens, one.verify_seconds, context)
+            curve.learn_draft(one.rows, one.slots, one.draft_seconds)
     return curve
 
 
-class _TargetSteps:
-    """Forwards of some tokens behind a filled cache, one cache per context length."""
-
-    def __init__(self, target: PreTrainedModel, rows: int, contexts: Sequence[int]) -> None:
-        self.target = target
-        self.rows = rows
-        self._rollbacks = {context: self._filled(context) for context in set(contexts)}
-
-    def run(self, tokens: int, context: int) -> None:
-        """One forward of `tokens` tokens over all rows, then the cache as before."""
-        width = tokens // self.rows
-        rollback = self._rollbacks[context]
-        self._forward(width, rollback.cache)
-        rollback.after_pass([0] * width, width)
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-
-    def _filled(self, context: int) -> CacheRollback:
-        cache = DynamicCache(config=text_config(self.target))
-        self._forward(context, cache)
-        return CacheRollback(cache)
-
-    @torch.no_grad()
-    def _forward(self, width: int, cache: DynamicCache) -> None:
-        ids = _any_ids(self.target, self.rows, width)
-        self.target(input_ids=ids, use_cache=True, return_dict=True, **{cache_name(self.target): cache})
+def default_slots(drafter: DSparkDrafter) -> list[int]:
+    """None, one, half and all of a block."""
+    most = drafter.config.num_draft_tokens
+    return sorted({0, 1, most // 2, most})
 
 
-def _draft_seconds(
-    target: PreTrainedModel, drafter: DSparkDrafter, rows: int, context: int, repeats: int
-) -> list[float]:
-    """Seconds per round of the steps before verification, one figure per call; a first call is left out."""
-    ids = _any_ids(target, rows, context)
-    call: dict[str, Any] = {**plain_decoding(target, 0, ends=()), "attention_mask": torch.ones_like(ids)}
-    call["max_new_tokens"] = call["min_new_tokens"] = _ROUNDS * (1 + drafter.config.num_draft_tokens)
-    before = drafter.speculation
-    # Scores are computed, as scheduling needs them, and nothing is cut by them.
-    scored = drafter.config.enable_confidence_head
-    drafter.speculation = replace(SpeculationConfig(policy="fixed"), record_confidence=bool(scored))
-    found = []
-    try:
-        for _ in range(repeats + 1):
-            target.generate(ids, assistant_model=drafter, **call)
-            stats = drafter.last_stats
-            rounds = max(stats.num_target_passes - 1, 1)
-            found.append(sum(stats.step_seconds[name] for name in BEFORE_VERIFYING) / rounds)
-    finally:
-        drafter.speculation = before
-    return found[1:]
+class _Seen(Exception):  # noqa: N818 - no error: what was to be timed has been, and nobody wants the text
+    """Ends a call."""
 
 
-def _any_ids(target: PreTrainedModel, rows: int, width: int) -> torch.Tensor:
-    """The same ids each time; which ones makes no difference to a forward's time."""
-    generator = torch.Generator().manual_seed(0)
+class _InTurn(VerifyPolicy):
+    """Blocks of each width in turn, every draft verified, until each was seen often enough; then the call ends.
+
+    Args:
+        widths: Slots per row.
+        repeats: Rounds kept per width; one more, the first, is not.
+        is_scored: Scores are computed, as scheduling needs them, and nothing is cut by them.
+    """
+
+    def __init__(self, widths: Sequence[int], repeats: int, *, is_scored: bool = True) -> None:
+        self.repeats = repeats
+        self.needs_confidence = is_scored
+        self.seen: dict[int, list[RoundObservation]] = {width: [] for width in widths}
+
+    def slots(self, rows: int, most: int, remaining: Any = None) -> int:  # noqa: ARG002
+        """The width seen least."""
+        return min(self.seen, key=lambda width: len(self.seen[width]))
+
+    def observe(self, observation: RoundObservation) -> None:
+        """Keep the round, unless a draft of an end-of-sequence token has cut it."""
+        if observation.tokens == observation.rows * (1 + observation.slots):
+            self.seen[observation.slots].append(observation)
+        if all(len(rounds) > self.repeats for rounds in self.seen.values()):
+            raise _Seen
+
+
+@dataclass(frozen=True)
+class _Settings(SpeculationConfig):
+    """Settings whose policy is given; by its name it may choose widths."""
+
+    policy: Policy = "auto"
+    given: VerifyPolicy = field(default_factory=VerifyPolicy)
+
+    @property
+    def is_learnt(self) -> bool:
+        """No: nothing of it is for later calls."""
+        return False
+
+    def new_policy(self) -> VerifyPolicy:
+        """The given one."""
+        return self.given
+
+
+def _rounds(
+    target: PreTrainedModel, drafter: DSparkDrafter, rows: int, context: int, policy: _InTurn
+) -> list[list[RoundObservation]]:
+    """Observed rounds per width."""
+    generator = torch.Generator().manual_seed(0)  # which ids makes no difference to a forward's time
     size = int(text_config(target).vocab_size)
-    return torch.randint(size, (rows, width), generator=generator).to(target.device)
+    ids = torch.randint(size, (rows, context), generator=generator).to(target.device)
+    call: dict[str, Any] = {**plain_decoding(target, 0, ends=()), "attention_mask": torch.ones_like(ids)}
+    call["max_new_tokens"] = call["min_new_tokens"] = _longest(policy)
+
+    with suppress(_Seen):
+        target.generate(ids, assistant_model=drafter, speculation=_Settings(given=policy), **call)
+    return [rounds[1 : policy.repeats + 1] for rounds in policy.seen.values()]
 
 
-def _check(target: PreTrainedModel, token_counts: Sequence[int], contexts: Sequence[int], rows: int) -> None:
-    if rows < 1 or not token_counts or any(count < rows or count % rows for count in token_counts):
-        raise ValueError(
-            f"Token counts must be multiples of the rows ({rows}), since every row runs as many, got "
-            f"{list(token_counts)}."
-        )
+def _longest(policy: _InTurn) -> int:
+    """Tokens a row gets at most until all was seen: everything accepted, and room for one more block."""
+    return (policy.repeats + 2) * sum(1 + width for width in policy.seen) + 1
+
+
+def _check(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    rows: Sequence[int],
+    slots: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+) -> None:
+    most = drafter.config.num_draft_tokens
+    if not rows or min(rows) < 1 or repeats < 1:
+        raise ValueError(f"Rows and repeats must be at least 1, got rows {list(rows)} and {repeats} repeats.")
+    if not slots or min(slots) < 0 or max(slots) > most:
+        raise ValueError(f"Slots must be from 0 to the drafter's {most}, got {list(slots)}.")
     longest = getattr(text_config(target), "max_position_embeddings", None)
-    most = max(token_counts) // rows
-    if not contexts or min(contexts) < 1 or (longest is not None and max(contexts) + most > longest):
+    room = _longest(_InTurn(slots, repeats))
+    if not contexts or min(contexts) < 1 or (longest is not None and max(contexts) + room > longest):
         raise ValueError(
-            f"Contexts must be at least 1 and leave room for {most} tokens in the target's {longest} positions, got "
+            f"Contexts must be at least 1 and leave room for {room} tokens in the target's {longest} positions, got "
             f"{list(contexts)}."
         )
 
 
-__all__ = ["profile_pair"]
+__all__ = ["default_slots", "profile_pair"]

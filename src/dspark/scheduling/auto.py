@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,7 @@ class AutoPolicy(VerifyPolicy):
         self._verifies_all = True
         self._expected_rate = 0.0  # tokens per second of a row the round is expected to give; 0: not judged
         self._stragglers = Stragglers()
+        self._share = 1.0  # of what this round's drafts bring the rows that get them, what they bring the batch
         self._awaited: list[int] = []  # places of the rows that are verified this round; empty: not asked, so all
         self._trial: _Trial | None = None  # of this round
         self._repeats_trial = False
@@ -63,7 +65,7 @@ class AutoPolicy(VerifyPolicy):
 
     def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:
         """Width of the next block: what is expected to give the awaited rows most tokens per second."""
-        self._verifies_all, self._trial, self._expected_rate = True, None, 0.0
+        self._verifies_all, self._trial, self._expected_rate, self._share = True, None, 0.0, 1.0
         if rows == 1:
             remaining = None  # nothing to tell apart
         self._stragglers.begin(remaining or {})
@@ -75,40 +77,45 @@ class AutoPolicy(VerifyPolicy):
             width = most
         if width is not None:
             return width
-        if remaining is not None:
-            self._awaited = self._stragglers.last(sum(self.record.usual(most)))
-        rates = self._rates(rows, most)
-        best = self._best(rates)
+        widths = self._widths(rows, most)
+        best = self._best([width.rate for width in widths])
         if (best > 0) != self._was_drafting:
             self._was_drafting, self._patience = best > 0, 1.0
-        self._trial = self._next_trial(rows, rates, best)
-        if self._trial is not None:
-            return self._trial.width
-        self._verifies_all, self._expected_rate = False, rates[best] if best else 0.0
-        return best
+        self._trial = self._next_trial(rows, widths, best)
+        slots = best if self._trial is None else self._trial.width
+        if self._stragglers.is_told and slots:
+            _, shares = self._stragglers.shares(widths[slots].gain)
+            self._awaited = self._stragglers.due(shares) or self._awaited
+            self._share = widths[slots].speed / (1 + self._ratio() * widths[slots].gain)
+        if self._trial is None:
+            self._verifies_all, self._expected_rate = False, widths[best].rate if best else 0.0
+        return slots
 
-    def _rates(self, rows: int, most: int) -> list[float]:
-        """Expected tokens per second of an awaited row at each width, 0 to `most`; drafted ones get the benefit of the
-        doubt, since only drafting removes it."""
-        gains = list(accumulate(self._usual(most), initial=1.0))
-        counts = [rows + len(self._awaited) * length for length in range(most + 1)]
-        target_seconds = [float(self.curve.seconds(count)) for count in counts]
-        rates = [1 / (self.curve.draft_seconds(rows, 0) + target_seconds[0])]
-        for width in range(1, most + 1):
+    def _widths(self, rows: int, most: int) -> list[_Width]:
+        """What widths of 0 to `most` are expected to bring; drafted ones get the benefit of the doubt, since only
+        drafting removes it."""
+        found = [_Width(1 / (self.curve.draft_seconds(rows, 0) + float(self.curve.seconds(rows))), 1.0, 0.0, rows)]
+        lengths: list[tuple[float, float, int, float]] = []
+        for width, gain in enumerate(accumulate(self.record.usual(most)), start=1):
+            speed, drafted = self._speed(rows, gain)
+            tokens = rows + round(drafted * width)
+            lengths.append((speed, gain, tokens, float(self.curve.seconds(tokens))))
             before = self.curve.draft_seconds(rows, width)
-            rate, gain = max((gains[n] / (before + target_seconds[n]), gains[n]) for n in range(1, width + 1))
-            rates.append(rate * self._edge.value * (1 + self._doubt(gain - 1) / gain))
-        return rates
+            rate, speed, gain, tokens = max((one[0] / (before + one[3]), *one[:3]) for one in lengths)
+            doubted = rate * self._edge.value * (1 + self._doubt(gain) / (1 + gain))
+            found.append(_Width(doubted, speed, gain, tokens))
+        return found
 
-    def _usual(self, slots: int) -> list[float]:
-        """Survival per slot that is usual for the awaited rows."""
-        usual = self.record.usual(slots)
-        ratio = self._ratio()
-        return usual if ratio == 1.0 else [min(value * ratio, 1.0) for value in usual]
+    def _speed(self, rows: int, usual_gain: float) -> tuple[float, float]:
+        """How many times fewer rounds drafts make, and how many rows a round verifies them for."""
+        if not self._stragglers.is_told:
+            return 1 + usual_gain, rows
+        speed, shares = self._stragglers.shares(usual_gain)
+        return speed, sum(shares)
 
     def _ratio(self) -> float:
         """Drafts that awaited rows keep over what is usual."""
-        if not self._stragglers.is_told:
+        if not self._stragglers.is_told or not self._awaited:
             return 1.0
         return sum(map(self._stragglers.ratio, self._awaited)) / len(self._awaited)
 
@@ -125,22 +132,22 @@ class AutoPolicy(VerifyPolicy):
             return 0
         return max(w for w, rate in enumerate(rates) if w and rate >= _TIE * top)
 
-    def _next_trial(self, rows: int, rates: list[float], best: int) -> _Trial | None:
+    def _next_trial(self, rows: int, widths: list[_Width], best: int) -> _Trial | None:
         """A try of another width, when the time since the last one pays for it."""
-        most = len(rates) - 1
+        most = len(widths) - 1
         if best == 0:
-            drafted = max(range(1, most + 1), key=rates.__getitem__)
+            drafted = max(range(1, most + 1), key=lambda width: widths[width].rate)
             width = most if self._num_trials % 4 == 3 else drafted
         else:
             width = 0 if best == most or self._num_trials % 2 else most
         if not (self._repeats_trial and best == 0):
             if self._rounds_since_trial < _LEAST_WAIT * self._patience:
                 return None
-            seconds = self.curve.step_seconds(rows, rows + len(self._awaited) * width, width)
-            loss = seconds * max(1 - rates[width] / rates[best], 0.0)
+            seconds = self.curve.step_seconds(rows, widths[width].tokens, width)
+            loss = seconds * max(1 - widths[width].rate / widths[best].rate, 0.0)
             if self._since_trial < loss * self._patience / _LOSS_SHARE:
                 return None
-        return _Trial(width, rates[best])
+        return _Trial(width, widths[best].rate)
 
     # --- after the scores -----------------------------------------------------------------------------------------
 
@@ -167,7 +174,8 @@ class AutoPolicy(VerifyPolicy):
         """Drafts per awaited row by Algorithm 1, of the scores of all live rows."""
         others = len(survival) - len(awaited)
         speed = RoundSpeed(self.curve, self.curve.draft_seconds(*survival.shape), others)
-        usual = self._usual(survival.shape[1])
+        ratio = self._ratio()
+        usual = [min(value * ratio, 1.0) for value in self.record.usual(survival.shape[1])]
         # The benefit of the doubt that chose the width: a block drafted for it is not cut for the lack of it.
         factor = min(1 + self._doubt(sum(usual)) / sum(usual), _MOST_HOPE)
         scores = (self.record.corrected(survival[awaited]) * factor).clamp_(max=1.0)
@@ -180,7 +188,7 @@ class AutoPolicy(VerifyPolicy):
         learn_round(self.curve, observation)
         seconds = observation.draft_seconds + observation.verify_seconds
         awaited = self._awaited or list(range(observation.rows))
-        tokens = 1 + sum(observation.accepted[place] for place in awaited) / max(len(awaited), 1)
+        tokens = self._share * (1 + sum(observation.accepted[place] for place in awaited) / max(len(awaited), 1))
         if observation.slots:
             if observation.survival is not None:
                 kept = self.record.corrected(torch.as_tensor(observation.survival)).sum(1).tolist()
@@ -201,6 +209,22 @@ class AutoPolicy(VerifyPolicy):
         self._patience = 1.0 if has_paid else min(self._patience * _PATIENCE_GROWTH, _MOST_PATIENCE)
         self._since_trial, self._rounds_since_trial = 0.0, 0
         self._num_trials += 1
+
+
+class _Width(NamedTuple):
+    """What blocks of one width are expected to bring, verified as far as pays.
+
+    Attributes:
+        rate: Tokens per second of the batch's slowest row.
+        speed: How many times fewer rounds than without drafts.
+        gain: Drafts a row usually keeps in a round that verifies some of it.
+        tokens: In the target's forward of a usual round.
+    """
+
+    rate: float
+    speed: float
+    gain: float
+    tokens: int
 
 
 class _Trial:

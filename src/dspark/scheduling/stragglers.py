@@ -6,11 +6,14 @@ only rows near the slowest are worth verifying for. All of it is known before a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_NEAR = 0.7  # of the passes the slowest row still needs: rows are not told apart better than that
+_WHOLE = 1 - 1e-9  # credits are sums of fractions
 _KEEP = 0.95  # fading per round: about twenty count
+_LUCK = 1.05  # of the square root of the logarithm of the rows: the largest of so many normal deviations, 2 to 16 rows
+_LEAST = 1e-3  # drafts: no row is said to keep nothing at all
 _PRIOR = 1.0  # rounds for which a row is taken to be like the others
 
 
@@ -22,11 +25,13 @@ class _Pace:
         rounds: That count.
         ratio: Drafts it was expected to keep over what is usual, summed.
         remaining: Tokens it could still get when last seen.
+        credit: Rounds with drafts it was due, less those it got.
     """
 
     rounds: float = 0.0
     ratio: float = 0.0
     remaining: int = 0
+    credit: float = 0.5
 
 
 class Stragglers:
@@ -61,16 +66,38 @@ class Stragglers:
         pace = self._paces[self._live[place]]
         return (pace.ratio + _PRIOR) / (pace.rounds + _PRIOR)
 
-    def last(self, usual_gain: float) -> list[int]:
-        """Places of the rows near the slowest one.
+    def shares(self, usual_gain: float) -> tuple[float, list[float]]:
+        """What drafts do for the batch: how many times fewer rounds it takes, and the share of them each row needs.
+
+        The slowest row sets the number of rounds; others need drafts in as many of them as bring them through in time.
+        Of several rows one is out of luck, so the slowest is later than its mean.
 
         Args:
-            usual_gain: Drafts a row usually keeps per round.
+            usual_gain: Drafts a row usually keeps per round in which it gets some.
         """
-        passes = [
-            self._paces[row].remaining / (1 + self.ratio(place) * usual_gain) for place, row in enumerate(self._live)
+        gains = [max(self.ratio(place) * usual_gain, _LEAST) for place in range(len(self._live))]
+        lefts = [max(self._paces[row].remaining, 1) for row in self._live]
+        luck = _LUCK * math.log(len(lefts)) ** 0.5  # standard deviations the unluckiest row lags behind
+        # Tokens of n rounds: n (1 + gain), less `luck` deviations of a sum with about the variance n * gain.
+        roots = [
+            (luck * gain**0.5 + (luck**2 * gain + 4 * (1 + gain) * left) ** 0.5) / (2 * (1 + gain))
+            for gain, left in zip(gains, lefts, strict=True)
         ]
-        return [place for place, needed in enumerate(passes) if needed >= _NEAR * max(passes)]
+        rounds = min(max(roots) ** 2, max(lefts))
+        safe = [left + luck * (rounds * gain) ** 0.5 for gain, left in zip(gains, lefts, strict=True)]
+        shares = [min(max(left / rounds - 1, 0.0) / gain, 1.0) for gain, left in zip(gains, safe, strict=True)]
+        return max(lefts) / rounds, shares
+
+    def due(self, shares: Sequence[float]) -> list[int]:
+        """Places of the rows whose turn it is this round; over many, each row gets its share of them."""
+        places = []
+        for place, (row, share) in enumerate(zip(self._live, shares, strict=True)):
+            pace = self._paces[row]
+            pace.credit += share
+            if pace.credit >= _WHOLE:
+                pace.credit -= 1
+                places.append(place)
+        return places
 
     def observe(self, kept: Sequence[float], usual_gain: float) -> None:
         """Drafts each live row was expected to keep, by its scores, where `usual_gain` is usual."""
