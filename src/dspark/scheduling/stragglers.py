@@ -6,13 +6,12 @@ only rows near the slowest are worth verifying for. All of it is known before a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 _WHOLE = 1 - 1e-9  # credits are sums of fractions
 _KEEP = 0.95  # fading per round: about twenty count
-_LUCK = 1.05  # of the square root of the logarithm of the rows: the largest of so many normal deviations, 2 to 16 rows
 _LEAST = 1e-3  # drafts: no row is said to keep nothing at all
 _PRIOR = 1.0  # rounds for which a row is taken to be like the others
 
@@ -77,7 +76,8 @@ class Stragglers:
         """
         gains = [max(self.ratio(place) * usual_gain, _LEAST) for place in range(len(self._live))]
         lefts = [max(self._paces[row].remaining, 1) for row in self._live]
-        luck = _LUCK * math.log(len(lefts)) ** 0.5  # standard deviations the unluckiest row lags behind
+        # Standard deviations by which the unluckiest of so many rows lags behind (Blom's normal score).
+        luck = NormalDist().inv_cdf((len(lefts) - 0.375) / (len(lefts) + 0.25))
         # Tokens of n rounds: n (1 + gain), less `luck` deviations of a sum with about the variance n * gain.
         roots = [
             (luck * gain**0.5 + (luck**2 * gain + 4 * (1 + gain) * left) ** 0.5) / (2 * (1 + gain))
