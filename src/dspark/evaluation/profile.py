@@ -35,7 +35,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
 ) -> ThroughputCurve:
     """Measure a pair in rounds whose blocks take all widths in turn, every draft verified.
 
-    A count of tokens that several shapes give (8: one row of 7 drafts, 8 rows of none) has the median of them all.
+    A count of tokens that several shapes give (8: one row of 7 drafts, 8 rows of none) is also kept by rows.
 
     Args:
         target: In the state it will decode in (packed or not).
@@ -61,7 +61,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
             seen += _rounds(target, drafter, count, context, policy)
         # Shapes by turns, since of each count of tokens a curve keeps the last samples only.
         for one in filter(None, chain(*zip_longest(*seen))):
-            curve.learn(one.tokens, one.verify_seconds, context)
+            curve.learn(one.tokens, one.verify_seconds, context, rows=one.rows)
             curve.learn_draft(one.rows, one.slots, one.draft_seconds)
     return curve
 

@@ -94,12 +94,12 @@ class AutoPolicy(VerifyPolicy):
     def _widths(self, rows: int, most: int) -> list[_Width]:
         """What widths of 0 to `most` are expected to bring; drafted ones get the benefit of the doubt, since only
         drafting removes it."""
-        found = [_Width(1 / (self.curve.draft_seconds(rows, 0) + float(self.curve.seconds(rows))), 1.0, 0.0, rows)]
+        found = [_Width(1 / self.curve.step_seconds(rows, rows, 0), 1.0, 0.0, rows)]
         lengths: list[tuple[float, float, int, float]] = []
         for width, gain in enumerate(accumulate(self.record.usual(most)), start=1):
             speed, drafted = self._speed(rows, gain)
             tokens = rows + round(drafted * width)
-            lengths.append((speed, gain, tokens, float(self.curve.seconds(tokens))))
+            lengths.append((speed, gain, tokens, float(self.curve.seconds(tokens, rows=rows))))
             before = self.curve.draft_seconds(rows, width)
             rate, speed, gain, tokens = max((one[0] / (before + one[3]), *one[:3]) for one in lengths)
             doubted = rate * self._edge.value * (1 + self._doubt(gain) / (1 + gain))
@@ -173,7 +173,7 @@ class AutoPolicy(VerifyPolicy):
     def _scheduled(self, survival: torch.Tensor, awaited: list[int], limits: Sequence[int]) -> list[int]:
         """Drafts per awaited row by Algorithm 1, of the scores of all live rows."""
         others = len(survival) - len(awaited)
-        speed = RoundSpeed(self.curve, self.curve.draft_seconds(*survival.shape), others)
+        speed = RoundSpeed(self.curve, len(survival), self.curve.draft_seconds(*survival.shape), others)
         ratio = self._ratio()
         usual = [min(value * ratio, 1.0) for value in self.record.usual(survival.shape[1])]
         # The benefit of the doubt that chose the width: a block drafted for it is not cut for the lack of it.

@@ -45,18 +45,20 @@ class Document(NamedTuple):
     Attributes:
         key: What the times belong to.
         target: Context length to token count to seconds.
+        rows: Rows to token count to seconds, at the shortest context.
         draft: Rows to slots to seconds.
     """
 
     key: CurveKey | None
     target: Table
+    rows: Table
     draft: Table
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form."""
         tables = {
             name: {str(a): {str(b): seconds for b, seconds in sorted(row.items())} for a, row in sorted(table.items())}
-            for name, table in (("target", self.target), ("draft", self.draft))
+            for name, table in (("target", self.target), ("rows", self.rows), ("draft", self.draft))
         }
         key = None if self.key is None else asdict(self.key)
         return {"format": _FORMAT, "version": _VERSION, "key": key, **tables}
@@ -75,7 +77,8 @@ class Document(NamedTuple):
         target = _table(data, "target", least=(0, 1))
         if not any(target.values()):
             raise ValueError("`target` holds no times")
-        return cls(_key(data.get("key")), target, _table(data, "draft", least=(1, 0)))
+        rows = _table(data, "rows", least=(1, 1)) if "rows" in data else {}
+        return cls(_key(data.get("key")), target, rows, _table(data, "draft", least=(1, 0)))
 
 
 def _key(data: Any) -> CurveKey | None:

@@ -61,7 +61,7 @@ class Exploration:
 def learn_round(curve: ThroughputCurve, observation: RoundObservation) -> None:
     """Add a round's times; a time of 0 (a simulator without that cost) teaches nothing."""
     if observation.verify_seconds > 0:
-        curve.learn(observation.tokens, observation.verify_seconds)
+        curve.learn(observation.tokens, observation.verify_seconds, rows=observation.rows)
     if observation.draft_seconds > 0:
         curve.learn_draft(observation.rows, observation.slots, observation.draft_seconds)
 

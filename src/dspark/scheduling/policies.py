@@ -95,7 +95,7 @@ class ScheduledPolicy(VerifyPolicy):
         return prefix_schedule(scores, self._speed(scores), limits=limits).tolist()
 
     def _speed(self, scores: torch.Tensor) -> RoundSpeed:
-        return RoundSpeed(self.curve, self.curve.draft_seconds(*scores.shape))
+        return RoundSpeed(self.curve, scores.shape[0], self.curve.draft_seconds(*scores.shape))
 
     def _remember(self, scores: torch.Tensor) -> None:
         """Keep scores for later rounds, where a policy looks at them."""

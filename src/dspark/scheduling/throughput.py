@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .curve_file import CurveKey, Document, read, write
+from .row_tables import DraftTables, RowTables
 from .samples import Line, Samples, believed_seconds, check_timing, envelope
 
 _MOST_COUNTS = 512  # token counts kept per context; the one not seen for longest goes first
@@ -28,7 +29,8 @@ class ThroughputCurve:
     """Step times of a target and its drafter; call it with tokens to get steps per second.
 
     Between measured token counts the time is linear, and it goes on linearly beyond the last (see `samples.Line`). The
-    same holds for context lengths and for rows and slots of the drafter's side.
+    same holds for context lengths and for rows and slots of the drafter's side. Times of a number of rows, kept at the
+    shortest context, come before those of any rows where enough were taken.
 
     Args:
         key: What the times belong to; None where they are learnt and not kept.
@@ -37,9 +39,9 @@ class ThroughputCurve:
     def __init__(self, key: CurveKey | None = None) -> None:
         self.key = key
         self._target: dict[int, dict[int, Samples]] = {}  # context -> tokens -> seconds
-        self._draft: dict[int, dict[int, Samples]] = {}  # rows -> slots -> seconds
+        self._rows = RowTables()  # of the shortest context
+        self._draft = DraftTables()
         self._lines: dict[int, Line] = {}  # context -> believed seconds by tokens
-        self._draft_lines: dict[tuple[int, bool], Line | None] = {}  # rows, without drafts -> seconds by slots
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -66,12 +68,15 @@ class ThroughputCurve:
         """Steps per second of the target alone, float64 `[n]`, for `tokens` int64 `[n]`."""
         return 1.0 / torch.as_tensor(self.seconds(tokens))
 
-    def seconds(self, tokens: int | Sequence[int] | torch.Tensor, context: int | None = None) -> float | torch.Tensor:
+    def seconds(
+        self, tokens: int | Sequence[int] | torch.Tensor, context: int | None = None, *, rows: int | None = None
+    ) -> float | torch.Tensor:
         """Seconds of the target's forward and what follows it.
 
         Args:
             tokens: In the forward, over all rows; at least 1.
             context: Tokens in the cache; None: the shortest measured.
+            rows: Over how many rows, looked at where `context` is None; None: any.
 
         Returns:
             A number for a number, float64 `[n]` for several.
@@ -80,17 +85,17 @@ class ThroughputCurve:
             ValueError: Nothing was measured, or a count below 1.
         """
         if not isinstance(tokens, int):
-            return torch.from_numpy(self.seconds_of(np.asarray(tokens), context))
+            return torch.from_numpy(self.seconds_of(np.asarray(tokens), context, rows=rows))
         if tokens < 1:
             raise _too_few(tokens)
-        first = self._first_line()
+        first = self._first_line(rows)
         if context is None or len(self._target) == 1:
             return first.at(tokens)
         return Line(self.contexts, [self._line(each).at(tokens) for each in self.contexts]).at(context)
 
-    def seconds_of(self, tokens: np.ndarray, context: int | None = None) -> np.ndarray:
+    def seconds_of(self, tokens: np.ndarray, context: int | None = None, *, rows: int | None = None) -> np.ndarray:
         """`seconds` of many counts as arrays: float64 `[n]` for integers `[n]`."""
-        first = self._first_line()
+        first = self._first_line(rows)
         if tokens.min(initial=1) < 1:
             raise _too_few(int(tokens.min()))
         if context is None or len(self._target) == 1:
@@ -104,15 +109,11 @@ class ThroughputCurve:
             rows: Live rows.
             slots: Drafted slots per row; None: the most measured. Rounds without drafts (0) are kept apart.
         """
-        if (line := self._draft_line(rows, is_plain=slots == 0)) is not None:
-            return line.up_to_last(slots)
-        lines = {count: self._draft_line(count, is_plain=slots == 0) for count in sorted(self._draft)}
-        known = {count: line.up_to_last(slots) for count, line in lines.items() if line is not None}
-        return Line(list(known), list(known.values())).at(rows) if known else 0.0
+        return self._draft.seconds(rows, slots)
 
     def step_seconds(self, rows: int, tokens: int, slots: int | None = None) -> float:
         """Seconds of a whole round: `draft_seconds` and the target's forward over `tokens`."""
-        return self.draft_seconds(rows, slots) + float(self.seconds(tokens))
+        return self.draft_seconds(rows, slots) + float(self.seconds(tokens, rows=rows))
 
     def points(self, context: int | None = None) -> list[tuple[int, float]]:
         """The staircase: measured token counts and their median seconds."""
@@ -143,14 +144,17 @@ class ThroughputCurve:
 
     # --- learning -------------------------------------------------------------------------------------------------
 
-    def learn(self, tokens: int, seconds: float, context: int | None = None) -> None:
-        """Take one timing of the target's forward over `tokens` tokens.
+    def learn(self, tokens: int, seconds: float, context: int | None = None, *, rows: int | None = None) -> None:
+        """Take one timing of the target's forward over `tokens` tokens of `rows` rows (None: not known).
 
         Raises:
             ValueError: A count below 1, or seconds that are not positive and finite.
         """
         check_timing(tokens, seconds, "tokens", least=1)
         where = self._context(context)
+        if rows is not None and where <= min(self._target, default=where):
+            check_timing(rows, seconds, "rows", least=1)
+            self._rows.learn(rows, tokens, seconds)
         table = self._target.setdefault(where, {})
         table[tokens] = table.pop(tokens, Samples())  # to the end: the order is that of the last timing
         table[tokens].add(seconds)
@@ -166,15 +170,7 @@ class ThroughputCurve:
         """
         check_timing(rows, seconds, "rows", least=1)
         check_timing(slots, seconds, "slots", least=0)
-        table = self._draft
-        table[rows] = table.pop(rows, {})
-        table[rows].setdefault(slots, Samples()).add(seconds)
-        self._draft_lines.pop((rows, slots == 0), None)
-        if len(table) > _MOST_COUNTS:
-            oldest = next(iter(table))
-            del table[oldest]
-            self._draft_lines.pop((oldest, True), None)
-            self._draft_lines.pop((oldest, False), None)
+        self._draft.learn(rows, slots, seconds)
 
     @classmethod
     def profile(
@@ -226,11 +222,9 @@ class ThroughputCurve:
 
     def to_json(self) -> dict[str, Any]:
         """All samples as JSON-able values."""
-        return Document(
-            self.key,
-            {c: {n: list(s.values) for n, s in table.items()} for c, table in self._target.items()},
-            {r: {n: list(s.values) for n, s in table.items()} for r, table in self._draft.items()},
-        ).to_json()
+        tables = (self._target, self._rows.tables, self._draft.tables)
+        values = ({a: {b: list(s.values) for b, s in row.items()} for a, row in table.items()} for table in tables)
+        return Document(self.key, *values).to_json()
 
     @classmethod
     def from_json(cls, data: Any) -> ThroughputCurve:
@@ -241,8 +235,11 @@ class ThroughputCurve:
         """
         document = Document.from_json(data)
         curve = cls(document.key)
-        curve._target = {c: {n: Samples(s) for n, s in table.items()} for c, table in document.target.items()}
-        curve._draft = {r: {n: Samples(s) for n, s in table.items()} for r, table in document.draft.items()}
+        tables = (document.target, document.rows, document.draft)
+        curve._target, rows, draft = (
+            {a: {b: Samples(s) for b, s in row.items()} for a, row in table.items()} for table in tables
+        )
+        curve._rows, curve._draft = RowTables(rows), DraftTables(draft)
         return curve
 
     def save(self, path: str | Path) -> None:
@@ -268,21 +265,12 @@ class ThroughputCurve:
     def _context(self, context: int | None) -> int:
         return min(self._target, default=0) if context is None else context
 
-    def _draft_line(self, rows: int, *, is_plain: bool) -> Line | None:
-        """Seconds by slots at one number of rows, measured there; None where nothing was."""
-        key = (rows, is_plain)
-        if key not in self._draft_lines:
-            table = self._draft.get(rows, {})
-            widths = sorted(width for width in table if (width == 0) == is_plain)
-            medians = [table[width].median for width in widths]
-            self._draft_lines[key] = Line(widths, medians) if widths else None
-        return self._draft_lines[key]
-
-    def _first_line(self) -> Line:
-        """Of the shortest context."""
+    def _first_line(self, rows: int | None = None) -> Line:
+        """Of the shortest context, and of so many rows where that is known."""
         if not self._target:
             raise ValueError("The curve is empty: profile it (`dspark profile`), or give `learn` some rounds first.")
-        return self._line(self._context(None))
+        own = None if rows is None else self._rows.line(rows)
+        return self._line(self._context(None)) if own is None else own
 
     def _line(self, context: int) -> Line:
         if context not in self._lines:

@@ -205,7 +205,7 @@ class _Server:
         verified = int(lengths.sum())
         tokens = rows + verified
         draft_seconds = self.curve.draft_seconds(rows, slots) if slots else 0.0
-        verify_seconds = float(self.curve.seconds(tokens))
+        verify_seconds = float(self.curve.seconds(tokens, rows=rows))
         self._spend(draft_seconds + verify_seconds)
         policy.observe(
             RoundObservation(
