@@ -43,7 +43,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
         rows: Rows of the batches.
         slots: Drafts per row, 0 (a round without drafts) to the drafter's most; None: `default_slots`.
         contexts: Tokens in each row's cache, at least 1.
-        repeats: Timings per shape, after one that is left out.
+        repeats: Timings per shape, after one that is left out; all of the fewest rows run once before, unmeasured.
         key: Kept with the curve.
         on_progress: Told what is measured.
 
@@ -53,12 +53,14 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     slots = default_slots(drafter) if slots is None else slots
     _check(target, drafter, rows, slots, contexts, repeats)
     curve = ThroughputCurve(key)
+    widths = sorted(set(slots))
+    on_progress("warming up")
+    _rounds(target, drafter, min(rows), min(contexts), widths, repeats)
     for context in sorted(set(contexts)):
         seen: list[list[RoundObservation]] = []
         for count in sorted(set(rows)):
             on_progress(f"{count} row(s) of {context} tokens")
-            policy = _InTurn(sorted(set(slots)), repeats, is_scored=bool(drafter.config.enable_confidence_head))
-            seen += _rounds(target, drafter, count, context, policy)
+            seen += _rounds(target, drafter, count, context, widths, repeats)
         # Shapes by turns, since of each count of tokens a curve keeps the last samples only.
         for one in filter(None, chain(*zip_longest(*seen))):
             curve.learn(one.tokens, one.verify_seconds, context, rows=one.rows)
@@ -120,9 +122,10 @@ class _Settings(SpeculationConfig):
 
 
 def _rounds(
-    target: PreTrainedModel, drafter: DSparkDrafter, rows: int, context: int, policy: _InTurn
+    target: PreTrainedModel, drafter: DSparkDrafter, rows: int, context: int, widths: Sequence[int], repeats: int
 ) -> list[list[RoundObservation]]:
     """Observed rounds per width."""
+    policy = _InTurn(widths, repeats, is_scored=bool(drafter.config.enable_confidence_head))
     generator = torch.Generator().manual_seed(0)  # which ids makes no difference to a forward's time
     size = int(text_config(target).vocab_size)
     ids = torch.randint(size, (rows, context), generator=generator).to(target.device)
