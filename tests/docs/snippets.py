@@ -38,7 +38,7 @@ SMALL = {
     "calibrate": ("--set", "gsm8k", "--max-new-tokens", "64", "--threads", "1", *_CPU),
     "generate": ("--max-new-tokens", "6"), "eval": (*reports.SETTINGS, "--temperature", "0", *_CPU),
     "doctor": ("--limit", "2", "--max-new-tokens", "8", *_CPU), "trace": ("--max-new-tokens", "8", *_CPU),
-    "profile": ("--tokens", "1", "--tokens", "2", "--contexts", "8", "--repeats", "1", "--threads", "1"),
+    "profile": ("--slots", "0", "--slots", "1", "--contexts", "8", "--repeats", "1", "--threads", "1"),
 }  # fmt: skip
 _NEW = ("--layers", "1", "--block-size", "4", "--rank", "4")  # of a drafter that is not one to go on from
 FINDS_SOMETHING = {"doctor"}  # exit code 1 is an answer
