@@ -102,6 +102,7 @@ def observed(slots: int, tokens: int) -> RoundObservation:
 def test_widths_take_turns_until_each_was_seen():
     policy = module._InTurn([0, 3], repeats=1)
     asked = []
+    policy.observe(observed(1, 4))  # a width nobody asked for, of a target that has to catch up
     for tokens in (2, 8, 2, 7):  # the last was cut behind an end of sequence
         asked.append(policy.slots(2, 3))
         policy.observe(observed(asked[-1], tokens))

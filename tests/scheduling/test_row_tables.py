@@ -82,6 +82,11 @@ def test_longer_contexts_are_not_mixed_in():
         curve.learn(4, 9.0, 1024, rows=4)
     assert curve.seconds(4, rows=4) == pytest.approx(seconds(4, 4))
 
+    curve.learn(4, 0.5, 64, rows=4)  # the shortest is another one now
+    assert curve.seconds(4, rows=4) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="rows"):
+        curve.learn(4, 0.5, 1024, rows=0)
+
 
 def test_the_file_keeps_them(tmp_path):
     curve = learnt()

@@ -98,7 +98,8 @@ class _InTurn(VerifyPolicy):
 
     def observe(self, observation: RoundObservation) -> None:
         """Keep the round, unless a draft of an end-of-sequence token has cut it."""
-        if observation.tokens == observation.rows * (1 + observation.slots):
+        is_whole = observation.tokens == observation.rows * (1 + observation.slots)
+        if is_whole and observation.slots in self.seen:  # a recurrent target has rounds without drafts of its own
             self.seen[observation.slots].append(observation)
         if all(len(rounds) > self.repeats for rounds in self.seen.values()):
             raise _Seen
@@ -130,16 +131,15 @@ def _rounds(
     size = int(text_config(target).vocab_size)
     ids = torch.randint(size, (rows, context), generator=generator).to(target.device)
     call: dict[str, Any] = {**plain_decoding(target, 0, ends=()), "attention_mask": torch.ones_like(ids)}
-    call["max_new_tokens"] = call["min_new_tokens"] = _longest(policy)
-
+    call["max_new_tokens"] = _longest(widths, repeats)
     with suppress(_Seen):
         target.generate(ids, assistant_model=drafter, speculation=_Settings(given=policy), **call)
-    return [rounds[1 : policy.repeats + 1] for rounds in policy.seen.values()]
+    return [rounds[1 : repeats + 1] for rounds in policy.seen.values()]
 
 
-def _longest(policy: _InTurn) -> int:
+def _longest(widths: Sequence[int], repeats: int) -> int:
     """Tokens a row gets at most until all was seen: everything accepted, and room for one more block."""
-    return (policy.repeats + 2) * sum(1 + width for width in policy.seen) + 1
+    return (repeats + 2) * sum(1 + width for width in widths) + 1
 
 
 def _check(
@@ -156,7 +156,7 @@ def _check(
     if not slots or min(slots) < 0 or max(slots) > most:
         raise ValueError(f"Slots must be from 0 to the drafter's {most}, got {list(slots)}.")
     longest = getattr(text_config(target), "max_position_embeddings", None)
-    room = _longest(_InTurn(slots, repeats))
+    room = _longest(sorted(set(slots)), repeats)
     if not contexts or min(contexts) < 1 or (longest is not None and max(contexts) + room > longest):
         raise ValueError(
             f"Contexts must be at least 1 and leave room for {room} tokens in the target's {longest} positions, got "

@@ -1,9 +1,10 @@
 """`auto`: Algorithm 1 on a curve learnt while decoding, and as many drafts as pay, none included.
 
 Before each round the width of the block is chosen by expected tokens per second, from step times and survival of past
-rounds; within the round the verify lengths are chosen from the scores. Where no row can join, only rows that the batch
-will wait for are verified, and tokens per second are theirs (see `stragglers.py`). Rarely, another width is tried, so
-that a world that changed is noticed; what such a try is expected to cost is a bounded share of the time.
+rounds; within the round the verify lengths are chosen from the scores. Where no row can join, tokens per second are
+those of the batch's slowest row, and each row is verified as often as it needs (see `stragglers.py`). Rarely, another
+width is tried, so that a world that changed is noticed; what such a try is expected to cost is a bounded share of the
+time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .exploration import Exploration, learn_round
@@ -54,7 +56,7 @@ class AutoPolicy(VerifyPolicy):
         self._expected_rate = 0.0  # tokens per second of a row the round is expected to give; 0: not judged
         self._stragglers = Stragglers()
         self._share = 1.0  # of what this round's drafts bring the rows that get them, what they bring the batch
-        self._awaited: list[int] = []  # places of the rows that are verified this round; empty: not asked, so all
+        self._due: list[int] = []  # places of the rows that are verified this round; empty: not asked, so all
         self._trial: _Trial | None = None  # of this round
         self._repeats_trial = False
         self._patience = 1.0
@@ -64,12 +66,12 @@ class AutoPolicy(VerifyPolicy):
     # --- before drafting ------------------------------------------------------------------------------------------
 
     def slots(self, rows: int, most: int, remaining: Mapping[int, int] | None = None) -> int:
-        """Width of the next block: what is expected to give the awaited rows most tokens per second."""
+        """Width of the next block: what is expected to give most tokens per second."""
         self._verifies_all, self._trial, self._expected_rate, self._share = True, None, 0.0, 1.0
         if rows == 1:
             remaining = None  # nothing to tell apart
         self._stragglers.begin(remaining or {})
-        self._awaited = list(range(rows))
+        self._due = list(range(rows))
         if rows < 1 or most < 1:
             return 0
         width = self._exploration.width(rows, most)
@@ -84,8 +86,8 @@ class AutoPolicy(VerifyPolicy):
         self._trial = self._next_trial(rows, widths, best)
         slots = best if self._trial is None else self._trial.width
         if self._stragglers.is_told and slots:
-            _, shares = self._stragglers.shares(widths[slots].gain)
-            self._awaited = self._stragglers.due(shares) or self._awaited
+            _, shares = self._stragglers.shares([widths[slots].gain])
+            self._due = self._stragglers.due(shares[0].tolist()) or self._due
             self._share = widths[slots].speed / (1 + self._ratio() * widths[slots].gain)
         if self._trial is None:
             self._verifies_all, self._expected_rate = False, widths[best].rate if best else 0.0
@@ -95,29 +97,28 @@ class AutoPolicy(VerifyPolicy):
         """What widths of 0 to `most` are expected to bring; drafted ones get the benefit of the doubt, since only
         drafting removes it."""
         found = [_Width(1 / self.curve.step_seconds(rows, rows, 0), 1.0, 0.0, rows)]
-        lengths: list[tuple[float, float, int, float]] = []
-        for width, gain in enumerate(accumulate(self.record.usual(most)), start=1):
-            speed, drafted = self._speed(rows, gain)
-            tokens = rows + round(drafted * width)
-            lengths.append((speed, gain, tokens, float(self.curve.seconds(tokens, rows=rows))))
+        gains = [*accumulate(self.record.usual(most))]
+        speeds, drafted = 1 + np.array(gains), np.full(most, rows)  # how many times fewer rounds, and rows with drafts
+        if self._stragglers.is_told:
+            speeds, shares = self._stragglers.shares(gains)
+            drafted = shares.sum(1)
+        tokens = rows + np.rint(drafted * np.arange(1, most + 1)).astype(int)
+        seconds = self.curve.seconds_of(tokens, rows=rows)
+        for width in range(1, most + 1):
             before = self.curve.draft_seconds(rows, width)
-            rate, speed, gain, tokens = max((one[0] / (before + one[3]), *one[:3]) for one in lengths)
-            doubted = rate * self._edge.value * (1 + self._doubt(gain) / (1 + gain))
-            found.append(_Width(doubted, speed, gain, tokens))
+            rates = speeds[:width] / (before + seconds[:width])
+            length = int(rates.argmax())
+            hope = self._edge.value * (1 + self._doubt(gains[length]) / (1 + gains[length]))
+            found.append(
+                _Width(float(rates[length]) * hope, float(speeds[length]), gains[length], int(tokens[length]))
+            )
         return found
 
-    def _speed(self, rows: int, usual_gain: float) -> tuple[float, float]:
-        """How many times fewer rounds drafts make, and how many rows a round verifies them for."""
-        if not self._stragglers.is_told:
-            return 1 + usual_gain, rows
-        speed, shares = self._stragglers.shares(usual_gain)
-        return speed, sum(shares)
-
     def _ratio(self) -> float:
-        """Drafts that awaited rows keep over what is usual."""
-        if not self._stragglers.is_told or not self._awaited:
+        """Drafts that rows which are due keep over what is usual."""
+        if not self._stragglers.is_told or not self._due:
             return 1.0
-        return sum(map(self._stragglers.ratio, self._awaited)) / len(self._awaited)
+        return sum(map(self._stragglers.ratio, self._due)) / len(self._due)
 
     def _doubt(self, accepted: float) -> float:
         """By how much the accepted drafts of a row may be more than what past rounds say."""
@@ -161,24 +162,24 @@ class AutoPolicy(VerifyPolicy):
         width = max(limits, default=0)
         if survival is not None:
             width = min(width, survival.shape[1])
-        awaited = self._awaited or list(range(len(limits)))
-        chosen = [min(limits[place], width) for place in awaited]
+        due = self._due or list(range(len(limits)))
+        chosen = [min(limits[place], width) for place in due]
         if not self._verifies_all and survival is not None and width:
-            chosen = self._scheduled(survival, awaited, [limits[place] for place in awaited])
+            chosen = self._scheduled(survival, due, [limits[place] for place in due])
         lengths = [0] * len(limits)  # without scores the width is all there is to decide
-        for place, length in zip(awaited, chosen, strict=True):
+        for place, length in zip(due, chosen, strict=True):
             lengths[place] = length
         return lengths
 
-    def _scheduled(self, survival: torch.Tensor, awaited: list[int], limits: Sequence[int]) -> list[int]:
-        """Drafts per awaited row by Algorithm 1, of the scores of all live rows."""
-        others = len(survival) - len(awaited)
+    def _scheduled(self, survival: torch.Tensor, due: list[int], limits: Sequence[int]) -> list[int]:
+        """Drafts per due row by Algorithm 1, of the scores of all live rows."""
+        others = len(survival) - len(due)
         speed = RoundSpeed(self.curve, len(survival), self.curve.draft_seconds(*survival.shape), others)
         ratio = self._ratio()
         usual = [min(value * ratio, 1.0) for value in self.record.usual(survival.shape[1])]
         # The benefit of the doubt that chose the width: a block drafted for it is not cut for the lack of it.
         factor = min(1 + self._doubt(sum(usual)) / sum(usual), _MOST_HOPE)
-        scores = (self.record.corrected(survival[awaited]) * factor).clamp_(max=1.0)
+        scores = (self.record.corrected(survival[due]) * factor).clamp_(max=1.0)
         return foresighted_schedule(scores, speed, usual, limits=limits).tolist()
 
     # --- after the round ------------------------------------------------------------------------------------------
@@ -187,8 +188,8 @@ class AutoPolicy(VerifyPolicy):
         """Learn step times and survival, and judge the width that was tried."""
         learn_round(self.curve, observation)
         seconds = observation.draft_seconds + observation.verify_seconds
-        awaited = self._awaited or list(range(observation.rows))
-        tokens = self._share * (1 + sum(observation.accepted[place] for place in awaited) / max(len(awaited), 1))
+        due = self._due or list(range(observation.rows))
+        tokens = self._share * (1 + sum(observation.accepted[place] for place in due) / max(len(due), 1))
         if observation.slots:
             if observation.survival is not None:
                 kept = self.record.corrected(torch.as_tensor(observation.survival)).sum(1).tolist()
@@ -201,7 +202,7 @@ class AutoPolicy(VerifyPolicy):
         else:
             self._judge(self._trial, tokens, seconds)
         # The next round may come without a question about its width.
-        self._trial, self._expected_rate, self._awaited = None, 0.0, []
+        self._trial, self._expected_rate, self._due = None, 0.0, []
 
     def _judge(self, trial: _Trial, tokens: float, seconds: float) -> None:
         has_paid = tokens > trial.rate_to_beat * seconds

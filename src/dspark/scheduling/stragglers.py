@@ -1,7 +1,8 @@
-"""Which rows a batch waits for, where none can join: it is done when its slowest row is.
+"""What drafts do for a batch that none can join: it is done when its slowest row is.
 
-Drafts for a row that will be done earlier anyway buy nothing: its tokens come sooner, the batch's end does not. So
-only rows near the slowest are worth verifying for. All of it is known before a round drafts.
+Drafts for a row that will be done earlier anyway buy nothing: its tokens come sooner, the batch's end does not. So a
+row gets drafts in the share of rounds that brings it through with the slowest one. All of it is known before a round
+drafts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+import numpy as np
 
 _WHOLE = 1 - 1e-9  # credits are sums of fractions
 _KEEP = 0.95  # fading per round: about twenty count
@@ -57,7 +60,7 @@ class Stragglers:
 
     @property
     def is_told(self) -> bool:
-        """Whether there are rows to wait for."""
+        """Whether the rows of a batch are known."""
         return bool(self._live)
 
     def ratio(self, place: int) -> float:
@@ -65,28 +68,28 @@ class Stragglers:
         pace = self._paces[self._live[place]]
         return (pace.ratio + _PRIOR) / (pace.rounds + _PRIOR)
 
-    def shares(self, usual_gain: float) -> tuple[float, list[float]]:
-        """What drafts do for the batch: how many times fewer rounds it takes, and the share of them each row needs.
+    def shares(self, usual_gains: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """What drafts do for the batch, and the share of rounds in which each row needs some.
 
         The slowest row sets the number of rounds; others need drafts in as many of them as bring them through in time.
         Of several rows one is out of luck, so the slowest is later than its mean.
 
         Args:
-            usual_gain: Drafts a row usually keeps per round in which it gets some.
+            usual_gains: Drafts a row usually keeps per round in which it gets some, `[W]` for as many ways to draft.
+
+        Returns:
+            How many times fewer rounds the batch takes, float64 `[W]`, and the shares, float64 `[W, R]`.
         """
-        gains = [max(self.ratio(place) * usual_gain, _LEAST) for place in range(len(self._live))]
-        lefts = [max(self._paces[row].remaining, 1) for row in self._live]
+        ratios = np.array([self.ratio(place) for place in range(len(self._live))])
+        gains = np.maximum(np.asarray(usual_gains)[:, None] * ratios, _LEAST)
+        lefts = np.maximum([self._paces[row].remaining for row in self._live], 1)
         # Standard deviations by which the unluckiest of so many rows lags behind (Blom's normal score).
         luck = NormalDist().inv_cdf((len(lefts) - 0.375) / (len(lefts) + 0.25))
         # Tokens of n rounds: n (1 + gain), less `luck` deviations of a sum with about the variance n * gain.
-        roots = [
-            (luck * gain**0.5 + (luck**2 * gain + 4 * (1 + gain) * left) ** 0.5) / (2 * (1 + gain))
-            for gain, left in zip(gains, lefts, strict=True)
-        ]
-        rounds = min(max(roots) ** 2, max(lefts))
-        safe = [left + luck * (rounds * gain) ** 0.5 for gain, left in zip(gains, lefts, strict=True)]
-        shares = [min(max(left / rounds - 1, 0.0) / gain, 1.0) for gain, left in zip(gains, safe, strict=True)]
-        return max(lefts) / rounds, shares
+        roots = (luck * gains**0.5 + (luck**2 * gains + 4 * (1 + gains) * lefts) ** 0.5) / (2 * (1 + gains))
+        rounds = np.minimum(roots.max(1) ** 2, lefts.max())[:, None]
+        safe = lefts + luck * (rounds * gains) ** 0.5
+        return lefts.max() / rounds[:, 0], np.clip((safe / rounds - 1) / gains, 0.0, 1.0)
 
     def due(self, shares: Sequence[float]) -> list[int]:
         """Places of the rows whose turn it is this round; over many, each row gets its share of them."""

@@ -152,8 +152,12 @@ class ThroughputCurve:
         """
         check_timing(tokens, seconds, "tokens", least=1)
         where = self._context(context)
-        if rows is not None and where <= min(self._target, default=where):
+        shortest = min(self._target, default=where)
+        if rows is not None:
             check_timing(rows, seconds, "rows", least=1)
+        if where < shortest:
+            self._rows = RowTables()  # those were of a longer context
+        if rows is not None and where <= shortest:
             self._rows.learn(rows, tokens, seconds)
         table = self._target.setdefault(where, {})
         table[tokens] = table.pop(tokens, Samples())  # to the end: the order is that of the last timing
