@@ -2,9 +2,8 @@
 
 Before each round the width of the block is chosen by expected tokens per second, from step times and survival of past
 rounds; within the round the verify lengths are chosen from the scores. Where no row can join, tokens per second are
-those of the batch's slowest row, and each row is verified as often as it needs (see `stragglers.py`). Rarely, another
-width is tried, so that a world that changed is noticed; what such a try is expected to cost is a bounded share of the
-time.
+those of the batch's slowest row (see `slowest_row.py`). Rarely, another width is tried, so that a world that changed
+is noticed; what such a try is expected to cost is a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from .exploration import Exploration, learn_round
 from .policy import RoundObservation, RoundSpeed, VerifyPolicy
 from .prefix import foresighted_schedule
-from .stragglers import Stragglers
+from .slowest_row import SlowestRow
 from .survival import SurvivalRecord
 from .throughput import ThroughputCurve
 
@@ -54,9 +53,8 @@ class AutoPolicy(VerifyPolicy):
         self._edge = _Edge()
         self._verifies_all = True
         self._expected_rate = 0.0  # tokens per second of a row the round is expected to give; 0: not judged
-        self._stragglers = Stragglers()
-        self._share = 1.0  # of what this round's drafts bring the rows that get them, what they bring the batch
-        self._due: list[int] = []  # places of the rows that are verified this round; empty: not asked, so all
+        self._slowest_row = SlowestRow()
+        self._share = 1.0  # of what this round's drafts bring the mean row, what they bring the batch
         self._trial: _Trial | None = None  # of this round
         self._repeats_trial = False
         self._patience = 1.0
@@ -70,8 +68,7 @@ class AutoPolicy(VerifyPolicy):
         self._verifies_all, self._trial, self._expected_rate, self._share = True, None, 0.0, 1.0
         if rows == 1:
             remaining = None  # nothing to tell apart
-        self._stragglers.begin(remaining or {})
-        self._due = list(range(rows))
+        self._slowest_row.begin(remaining or {})
         if rows < 1 or most < 1:
             return 0
         width = self._exploration.width(rows, most)
@@ -85,10 +82,7 @@ class AutoPolicy(VerifyPolicy):
             self._was_drafting, self._patience = best > 0, 1.0
         self._trial = self._next_trial(rows, widths, best)
         slots = best if self._trial is None else self._trial.width
-        if self._stragglers.is_told and slots:
-            _, shares = self._stragglers.shares([widths[slots].gain])
-            self._due = self._stragglers.due(shares[0].tolist()) or self._due
-            self._share = widths[slots].speed / (1 + self._ratio() * widths[slots].gain)
+        self._share = widths[slots].speed / (1 + widths[slots].gain)
         if self._trial is None:
             self._verifies_all, self._expected_rate = False, widths[best].rate if best else 0.0
         return slots
@@ -98,11 +92,8 @@ class AutoPolicy(VerifyPolicy):
         drafting removes it."""
         found = [_Width(1 / self.curve.step_seconds(rows, rows, 0), 1.0, 0.0, rows)]
         gains = [*accumulate(self.record.usual(most))]
-        speeds, drafted = 1 + np.array(gains), np.full(most, rows)  # how many times fewer rounds, and rows with drafts
-        if self._stragglers.is_told:
-            speeds, shares = self._stragglers.shares(gains)
-            drafted = shares.sum(1)
-        tokens = rows + np.rint(drafted * np.arange(1, most + 1)).astype(int)
+        speeds = self._slowest_row.speeds(gains) if self._slowest_row.is_told else 1 + np.array(gains)
+        tokens = rows * np.arange(2, most + 2)
         seconds = self.curve.seconds_of(tokens, rows=rows)
         for width in range(1, most + 1):
             before = self.curve.draft_seconds(rows, width)
@@ -113,12 +104,6 @@ class AutoPolicy(VerifyPolicy):
                 _Width(float(rates[length]) * hope, float(speeds[length]), gains[length], int(tokens[length]))
             )
         return found
-
-    def _ratio(self) -> float:
-        """Drafts that rows which are due keep over what is usual."""
-        if not self._stragglers.is_told or not self._due:
-            return 1.0
-        return sum(map(self._stragglers.ratio, self._due)) / len(self._due)
 
     def _doubt(self, accepted: float) -> float:
         """By how much the accepted drafts of a row may be more than what past rounds say."""
@@ -158,28 +143,17 @@ class AutoPolicy(VerifyPolicy):
         survival: torch.Tensor | None,
         limits: Sequence[int],
     ) -> list[int]:
-        """Drafts per row by Algorithm 1; all in rounds that explore; none of rows that nobody waits for."""
+        """Drafts per row by Algorithm 1; all in rounds that explore."""
         width = max(limits, default=0)
         if survival is not None:
             width = min(width, survival.shape[1])
-        due = self._due or list(range(len(limits)))
-        chosen = [min(limits[place], width) for place in due]
-        if not self._verifies_all and survival is not None and width:
-            chosen = self._scheduled(survival, due, [limits[place] for place in due])
-        lengths = [0] * len(limits)  # without scores the width is all there is to decide
-        for place, length in zip(due, chosen, strict=True):
-            lengths[place] = length
-        return lengths
-
-    def _scheduled(self, survival: torch.Tensor, due: list[int], limits: Sequence[int]) -> list[int]:
-        """Drafts per due row by Algorithm 1, of the scores of all live rows."""
-        others = len(survival) - len(due)
-        speed = RoundSpeed(self.curve, len(survival), self.curve.draft_seconds(*survival.shape), others)
-        ratio = self._ratio()
-        usual = [min(value * ratio, 1.0) for value in self.record.usual(survival.shape[1])]
+        if self._verifies_all or survival is None or not width:
+            return [min(limit, width) for limit in limits]  # without scores the width is all there is to decide
+        speed = RoundSpeed(self.curve, len(survival), self.curve.draft_seconds(*survival.shape))
+        usual = self.record.usual(survival.shape[1])
         # The benefit of the doubt that chose the width: a block drafted for it is not cut for the lack of it.
         factor = min(1 + self._doubt(sum(usual)) / sum(usual), _MOST_HOPE)
-        scores = (self.record.corrected(survival[due]) * factor).clamp_(max=1.0)
+        scores = (self.record.corrected(survival) * factor).clamp_(max=1.0)
         return foresighted_schedule(scores, speed, usual, limits=limits).tolist()
 
     # --- after the round ------------------------------------------------------------------------------------------
@@ -188,12 +162,11 @@ class AutoPolicy(VerifyPolicy):
         """Learn step times and survival, and judge the width that was tried."""
         learn_round(self.curve, observation)
         seconds = observation.draft_seconds + observation.verify_seconds
-        due = self._due or list(range(observation.rows))
-        tokens = self._share * (1 + sum(observation.accepted[place] for place in due) / max(len(due), 1))
+        tokens = self._share * (1 + sum(observation.accepted) / observation.rows)
         if observation.slots:
             if observation.survival is not None:
                 kept = self.record.corrected(torch.as_tensor(observation.survival)).sum(1).tolist()
-                self._stragglers.observe(kept, sum(self.record.usual(observation.slots)))
+                self._slowest_row.observe(kept, sum(self.record.usual(observation.slots)))
             self.record.observe(observation.verified, observation.accepted, observation.survival)
             self._edge.observe(tokens, self._expected_rate * seconds)
         if self._trial is None:
@@ -202,7 +175,7 @@ class AutoPolicy(VerifyPolicy):
         else:
             self._judge(self._trial, tokens, seconds)
         # The next round may come without a question about its width.
-        self._trial, self._expected_rate, self._due = None, 0.0, []
+        self._trial, self._expected_rate = None, 0.0
 
     def _judge(self, trial: _Trial, tokens: float, seconds: float) -> None:
         has_paid = tokens > trial.rate_to_beat * seconds

@@ -87,18 +87,16 @@ class RoundSpeed:
         curve: Of the target.
         rows: Live rows.
         draft_seconds: What the round costs before the forward, however much is verified.
-        others: Tokens in the forward beside those that are asked about.
     """
 
-    def __init__(self, curve: ThroughputCurve, rows: int, draft_seconds: float, others: int = 0) -> None:
+    def __init__(self, curve: ThroughputCurve, rows: int, draft_seconds: float) -> None:
         self.curve = curve
         self.rows = rows
         self.draft_seconds = draft_seconds
-        self.others = others
 
     def at_counts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Float64 `[n]` for `tokens` int64 `[n]`."""
-        target_seconds = self.curve.seconds_of(tokens.numpy() + self.others, rows=self.rows)
+        target_seconds = self.curve.seconds_of(tokens.numpy(), rows=self.rows)
         return torch.from_numpy(1.0 / (self.draft_seconds + target_seconds))
 
 

@@ -1,7 +1,6 @@
-"""A batch that nobody joins is done when its slowest row is: `auto` drafts for rows it waits for.
+"""A batch that nobody joins is done when its slowest row is: `auto` drafts for what that row gains.
 
-Catches: drafts verified for rows that end early anyway, a pace carried over to another text, a row's pace taken from
-the scores of the round it decides.
+Catches: drafts for the gain of the mean row, a pace carried over to another text.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from dspark.scheduling import RoundObservation, VerifyPolicy, make_policy
-from dspark.scheduling.stragglers import Stragglers
+from dspark.scheduling.slowest_row import SlowestRow
 
 LENGTH = 150
 BLOCK = 4
@@ -75,16 +74,6 @@ def test_rows_alike_are_all_drafted_for() -> None:
     assert sum(finish(policy, [0.8] * 4, seed) for seed in range(1, 4)) / 3 < 0.75 * plain(4)
 
 
-def test_knowing_who_is_awaited_pays_where_rows_differ() -> None:
-    chances = [0.85, 0.85, 0.85, 0.85, 0.85, 0.85, 0.5, 0.5]
-    seconds = {}
-    for is_told in (True, False):
-        policy = make_policy("auto")
-        finish(policy, chances, 0, is_told=is_told)
-        seconds[is_told] = sum(finish(policy, chances, seed, is_told=is_told) for seed in range(1, 6)) / 5
-    assert seconds[True] < seconds[False]
-
-
 def test_many_rows_are_not_drafted_for_the_gain_of_the_mean_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts pay for a row on average, not for the slowest of sixteen, which is when the batch ends."""
     monkeypatch.setitem(globals(), "affine", lambda tokens: 0.1 + 0.008 * tokens)
@@ -108,36 +97,32 @@ def test_deciding_for_many_rows_costs_little() -> None:
 
 
 def test_paces() -> None:
-    rows = Stragglers()
+    rows = SlowestRow()
     rows.begin({3: 100, 5: 100})
-    assert rows.shares([1.0])[1][0] == pytest.approx([1.0, 1.0])  # nothing is known: alike
-    for left in range(99, 80, -1):
+    assert rows.ratios() == [1.0, 1.0]  # nothing is known: alike
+    alike = float(rows.speeds([1.0])[0])
+    for left in range(99, 60, -1):
         rows.begin({3: left, 5: left})
         rows.observe([2.0, 0.1], 1.0)
-    assert rows.ratio(0) > 1.5 > 0.5 > rows.ratio(1)
-    (speed,), ((fast, slow),) = rows.shares([1.0])
-    assert slow == pytest.approx(1.0)
-    assert 0 < fast < 0.5
-    assert 1 < speed < 1 + rows.ratio(1)
-    rows.begin({3: 60, 5: 10})  # the slow row has nearly all of its text: it is through without drafts
-    assert rows.shares([1.0])[1][0] == pytest.approx([1.0, 0.0])
-    rows.begin({5: 9})
-    assert rows.shares([1.0])[1][0] == pytest.approx([1.0])
-    rows.begin({3: 60, 5: 8})
-    turns = [rows.due([0.25, 1.0]) for _ in range(8)]
-    assert [0 in turn for turn in turns].count(True) == 2
-    assert all(1 in turn for turn in turns)
-    rows.begin({3: 60, 5: 500})  # row 5 is another text, row 3 came back
-    assert rows.ratio(0) == rows.ratio(1) == 1.0
+    fast, slow = rows.ratios()
+    assert fast > 1.5 > 0.5 > slow
+    assert 1 < float(rows.speeds([1.0])[0]) < alike  # the slow row decides
+    rows.begin({3: 60, 5: 10})  # it has nearly all of its text: the other decides
+    assert float(rows.speeds([1.0])[0]) > alike
+    rows.begin({3: 60, 5: 500})  # row 5 is another text
+    assert rows.ratios() == [fast, 1.0]
+    rows.begin({3: 59})
+    rows.begin({3: 58, 5: 499})  # and came back: forgotten
+    assert rows.ratios() == [fast, 1.0]
 
 
 def test_one_row_of_many_is_out_of_luck() -> None:
     """Rows alike take longer together than one of them, and no longer than without drafts."""
     speeds = []
     for count in (1, 2, 8, 64):
-        rows = Stragglers()
+        rows = SlowestRow()
         rows.begin(dict.fromkeys(range(count), 60))
-        speeds.append(float(rows.shares([1.0])[0][0]))
+        speeds.append(float(rows.speeds([1.0])[0]))
     assert speeds[0] == pytest.approx(2.0)
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[-1] >= 1.0
@@ -152,28 +137,3 @@ def test_one_row_of_many_is_out_of_luck() -> None:
                     left[row] -= 1
         rounds.append(count)
     assert sum(rounds) / len(rounds) == pytest.approx(60 / speeds[2], rel=0.1)
-
-
-def test_who_is_awaited_is_known_before_the_scores() -> None:
-    """Whatever this round's scores say, the rows that get drafts are those the past chose."""
-    policy = make_policy("auto")
-    chances = [0.8] * 8
-    finish(policy, chances, 0)
-    usual = torch.tensor([[chance] * BLOCK for chance in chances], dtype=torch.float64).cumprod(1)
-    found = 0
-    for left in range(90, 30, -1):
-        slots = policy.slots(8, BLOCK, {row: left if row > 5 else left // 4 for row in range(8)})
-        if not slots:  # a try of a plain round
-            policy.observe(RoundObservation(8, 0, 8, draft(8, 0), affine(8), [0] * 8, [0] * 8, None))
-            continue
-        scores = usual[:, :slots]
-        lengths = policy.lengths(scores, scores, [slots] * 8)
-        other = policy.lengths(scores.flip(0), scores.flip(0), [slots] * 8)
-        if lengths[:6] == [0] * 6:
-            found += 1
-            assert other[:6] == [0] * 6
-        tokens = 8 + sum(lengths)
-        policy.observe(
-            RoundObservation(8, slots, tokens, draft(8, slots), affine(tokens), lengths, lengths, scores.tolist())
-        )
-    assert found > 10
