@@ -57,7 +57,7 @@ def batches(
     survival_threshold: Annotated[float, typer.Option(min=0, max=1, help="Of the policy `threshold`.")] = 0.3,
     curve: Curve = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per row.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each cell, after one that warms up.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs over all prompts.")] = 2,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -65,7 +65,8 @@ def batches(
 ) -> None:
     """Tokens per second by batch size, plain and with every policy, greedily, side by side in one run.
 
-    Prompts are mixed over the sets, so rows have different lengths. Every row's ids are compared with plain decoding.
+    Prompts are mixed over the sets, so rows have different lengths; every batch size decodes as many of them as the
+    largest batch has. Every row's ids are compared with plain decoding.
 
     Exit codes: 0 done, 1 ids differ from plain generate in fp32, 2 bad input.
     """

@@ -1,14 +1,16 @@
-"""Tokens per second by batch size and policy, side by side in one run: what a batch of prompts really takes.
+"""Tokens per second by batch size and policy, side by side in one run: what batches of prompts really take.
 
-Every way of decoding runs the same batches, in an order that turns by one from round to round of the measurement; the
-figure is the median over these rounds, so that a machine that is slow for a while is slow for all of them.
+All batch sizes decode the same prompts: on a single batch, which policy is best is chance. Every way of decoding runs
+the same batches, in an order that turns by one from batch to batch, so that a machine that is slow for a while is slow
+for all of them.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,16 +32,16 @@ class BatchCell:
     Attributes:
         way: `"plain"` or a name of a way.
         batch_size: Rows.
-        seconds: Wall time of each repeat.
-        new_tokens: Tokens of all rows, the same in every repeat.
+        seconds: Wall time of each repeat, all batches together.
+        new_tokens: Tokens of all rows of all batches, the same in every repeat.
         is_equal: Whether all rows' ids equal the plain ones.
         stats: Of all repeats; None for plain.
     """
 
     way: str
     batch_size: int
-    seconds: list[float] = field(default_factory=list)
-    new_tokens: int = 0
+    seconds: list[float]
+    new_tokens: int
     is_equal: bool = True
     stats: SpeculationStats | None = None
 
@@ -65,12 +67,13 @@ def measure_batches(  # noqa: PLR0913 - what is measured, and how
     Args:
         target: In the state to be measured (packed or not).
         drafter: Fits it.
-        prompts: int64 `[1, P]` each, of mixed lengths; a batch takes the first ones, left-padded.
+        prompts: int64 `[1, P]` each, of mixed lengths, left-padded in batches as they come; what does not fill a batch
+            is left out.
         ways: Name to settings.
         batch_sizes: Rows, each at most the number of prompts.
         max_new_tokens: Per row; rows also end at the target's end-of-sequence tokens.
         repeats: Runs of each cell.
-        progress: Called after every run.
+        progress: Called after every batch.
 
     Returns:
         Cells by batch size, plain first.
@@ -81,33 +84,37 @@ def measure_batches(  # noqa: PLR0913 - what is measured, and how
     if max(batch_sizes) > len(prompts):
         raise ValueError(f"A batch of {max(batch_sizes)} rows needs as many prompts, got {len(prompts)}.")
     arguments = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, **plain_decoding(target, 0.0)}
+    calls = {name: {**arguments, "assistant_model": drafter, "speculation": way} for name, way in ways.items()}
     cells: list[BatchCell] = []
     for size in batch_sizes:
-        inputs = left_padded(prompts[:size], int(arguments.get("pad_token_id") or 0))
-        row = {way: BatchCell(way, size) for way in (PLAIN, *ways)}
-        names = list(row)
-        wanted: torch.Tensor | None = None
-        for repeat in range(repeats + 1):  # the first warms up: kernels, buffers, learned costs
-            for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
-                cell = row[name]
-                call = dict(arguments) if name == PLAIN else {
-                    **arguments, "assistant_model": drafter, "speculation": ways[name]
-                }  # fmt: skip
-                output, seconds = timed(lambda call=call, inputs=inputs: _generate(target, inputs, call))
-                if name == PLAIN and wanted is None:
-                    wanted = output.sequences
-                if repeat == 0:
-                    continue
-                cell.seconds.append(seconds)
-                if name != PLAIN:
-                    cell.stats = (cell.stats or SpeculationStats()).merge(output.speculation)
-                assert wanted is not None
-                cell.new_tokens = _new_tokens(wanted, inputs["input_ids"].shape[1], arguments)
-                cell.is_equal &= torch.equal(output.sequences, wanted)
+        batches = [
+            left_padded(prompts[first : first + size], int(arguments.get("pad_token_id") or 0))
+            for first in range(0, len(prompts) - size + 1, size)
+        ]
+        wanted = [_generate(target, inputs, arguments).sequences for inputs in batches]  # which also warms up
+        for call in calls.values():
+            _generate(target, batches[0], call)  # kernels, buffers, learned costs
+        new = sum(_new_tokens(ids, i["input_ids"].shape[1], arguments) for ids, i in zip(wanted, batches, strict=True))
+        row = {way: BatchCell(way, size, [0.0] * repeats, new) for way in (PLAIN, *ways)}
+        for turn, (repeat, batch) in enumerate(product(range(repeats), range(len(batches)))):
+            for name in (*list(row)[turn % len(row) :], *list(row)[: turn % len(row)]):
+                _run(row[name], repeat, target, batches[batch], calls.get(name, arguments), wanted[batch])
                 if progress is not None:
-                    progress(cell)
+                    progress(row[name])
         cells += row.values()
     return cells
+
+
+def _run(
+    cell: BatchCell, repeat: int, target: PreTrainedModel, inputs: Mapping[str, torch.Tensor], call: dict[str, Any],
+    wanted: torch.Tensor,
+) -> None:  # fmt: skip
+    """Decode one batch and add it to this repeat of the cell."""
+    output, seconds = timed(lambda: _generate(target, inputs, call))
+    cell.seconds[repeat] += seconds
+    cell.is_equal &= torch.equal(output.sequences, wanted)
+    if cell.way != PLAIN:
+        cell.stats = (cell.stats or SpeculationStats()).merge(output.speculation)
 
 
 def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -73,10 +73,16 @@ def check_step_model(  # noqa: PLR0913 - what is measured, and how
         ValueError: A batch larger than the number of prompts, no confidence head, or a prompt that is answered by a
             single token, which takes no round.
     """
-    cells = measure_batches(
-        target, drafter, prompts, {_POLICY: SpeculationConfig(_POLICY)}, batch_sizes,
-        max_new_tokens=max_new_tokens, repeats=repeats, progress=progress,
-    )  # fmt: skip
+    if max(batch_sizes) > len(prompts):
+        raise ValueError(f"A batch of {max(batch_sizes)} rows needs as many prompts, got {len(prompts)}.")
+    cells = [
+        cell
+        for size in batch_sizes
+        for cell in measure_batches(
+            target, drafter, prompts[:size], {_POLICY: SpeculationConfig(_POLICY)}, [size],
+            max_new_tokens=max_new_tokens, repeats=repeats, progress=progress,
+        )
+    ]  # fmt: skip
     layers = drafter.config.target_layer_ids or ()
     texts = [write_text(target, ids, layers, max_new_tokens=max_new_tokens) for ids in prompts[: max(batch_sizes)]]
     trace = record_trace("prompts", drafter, target, texts)
