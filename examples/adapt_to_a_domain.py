@@ -41,6 +41,9 @@ def answers(args, target, tokenizer, texts: list[str]) -> str:
 
 
 def train(args, name: str, target, data) -> DSparkDrafter:
+    if any(Path(args.out, name).glob("*.safetensors")):  # of a run that was interrupted later
+        print(f"{name}: found in {args.out}, not trained again")
+        return DSparkDrafter.from_pretrained(f"{args.out}/{name}", dtype=torch.float32)
     torch.manual_seed(0)
     drafter = DSparkDrafter.from_pretrained(args.drafter, dtype=torch.float32)
     model = adapt(drafter, AdapterShape("lora", args.rank)) if name == "lora" else drafter

@@ -55,6 +55,10 @@ def test_answers_and_prompts_of_one_s_own(pair, tmp_path) -> None:
         assert verdict in told
     assert carries_adapters(DSparkDrafter.from_pretrained(tmp_path / "out" / "lora"))
     assert not carries_adapters(DSparkDrafter.from_pretrained(tmp_path / "out" / "full"))
+    again = adapted(pair, tmp_path / "out", "--data", answers, "--held-out", domain, "--other", other, "gsm8k")
+    assert "lora: found in" in again  # an interrupted run goes on after what it trained
+    assert "full: found in" in again
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
 
 
 def test_a_made_up_domain_and_stored_features(pair, tmp_path) -> None:
