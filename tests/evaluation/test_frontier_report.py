@@ -68,11 +68,15 @@ def test_without_plain_there_are_no_promises() -> None:
     assert only.title.endswith("in units of fixed with 1")
 
 
-def test_verdicts_name_every_loss() -> None:
+def test_verdicts_name_the_worst_losses() -> None:
     (line,) = verdicts(frontier_report(points(), ABOUT))
     assert line == "auto has the largest throughput of auto, mtp-1 and fixed at every load."
     (line,) = verdicts(frontier_report([*points("chat"), *points("code", auto=30)], ABOUT))
-    assert line == "auto falls behind at 1 points, at worst 0.750 (code, 4 rows: 0.750 of fixed)."
+    assert line == "auto falls behind in 1 places: code, 4 rows: 0.750 of fixed."
+    many = [point for n in range(5) for point in points(f"code{n}", auto=30 + n)]
+    (line,) = verdicts(frontier_report(many, ABOUT))
+    assert line.startswith("auto falls behind in 5 places, the worst: code0, 4 rows: 0.750 of fixed; code1, 4 rows: ")
+    assert line.count("rows") == 3
     assert verdicts(frontier_report([p for p in points() if p.policy != "auto"], ABOUT)) == []
 
 
