@@ -19,6 +19,7 @@ PAGE = Path(__file__).with_name("api.md")
 MODULES = (
     "dspark", "dspark.scheduling", "dspark.calibration", "dspark.training", "dspark.evaluation", "dspark.simulation",
     "dspark.trace", "dspark.cards", "dspark.publishing", "dspark.conversion", "dspark.decoding.rejection",
+    "dspark.ops.markov_step", "dspark.ops.rejection", "dspark.ops.confidence", "dspark.ops.training_loss",
 )  # fmt: skip
 _HEAD = """# API
 

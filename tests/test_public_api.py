@@ -18,6 +18,10 @@ from transformers.generation import GenerationMixin
 import dspark
 from dspark import calibration, evaluation
 from dspark.decoding.rejection import Verdict, rejection_sample
+from dspark.ops import confidence as confidence_op
+from dspark.ops import markov_step as markov
+from dspark.ops import rejection as rejection_op
+from dspark.ops import training_loss as loss_op
 from tests.decoding.pair import BLOCK, distinct, oracle, plain, target
 from tests.scripted import drafter_config
 
@@ -40,6 +44,7 @@ DEFAULTS = {
     "record_confidence": False,
     "record_trace": False,
     "throughput_curve": None,
+    "candidate_top_k": None,
 }
 
 
@@ -118,6 +123,27 @@ def test_evaluation() -> None:
     assert parameters(evaluation.report_markdown) == ["report", "heading_level"]
     assert [field.name for field in fields(evaluation.EvaluationSettings)] == [
         "temperatures", "thresholds", "max_new_tokens", "seed", "speed", "reliability",
+    ]  # fmt: skip
+
+
+def test_ops() -> None:
+    assert parameters(markov.markov_block) == [
+        "base_logits", "anchor_ids", "tables", "sampling", "candidate_top_k", "with_law", "implementation",
+    ]  # fmt: skip
+    assert parameters(markov.markov_step)[1:] == ["previous_ids", *parameters(markov.markov_block)[2:]]
+    assert markov.MarkovTables._fields == ("w1", "w2", "draft_token_ids", "forbidden", "features")
+    assert markov.GatedFeatures._fields == ("weight", "hidden")
+    assert markov.RecurrentFeatures._fields == ("weight", "hidden", "state")
+    assert markov.Sampling._fields == ("temperature", "seeds", "offsets", "noise")
+    assert markov.MarkovDraw._fields == ("token_ids", "log_probs", "law_logits", "state")
+    assert parameters(rejection_op.rejection_sample)[:5] == [
+        "draft_ids", "draft_probs", "target_probs", "lengths", "uniforms",
+    ]  # fmt: skip
+    assert parameters(confidence_op.confidence_scores) == [
+        "hidden", "previous_ids", "weights", "temperatures", "implementation",
+    ]  # fmt: skip
+    assert parameters(loss_op.training_loss) == [
+        "logits", "labels", "weights", "target_probs", "terms", "with_gradient", "implementation",
     ]  # fmt: skip
 
 

@@ -285,25 +285,25 @@ class DSparkDrafter(CarriesAdapters, LoadsAnyFormat, DSparkPreTrainedModel):
             hidden = layer(hidden, rotary, context, mask)
         return self.norm(hidden)
 
-    def walk_block(self, block: DraftBlock, anchor_ids: torch.Tensor, choose: Chooser) -> Walk:
+    def walk_block(
+        self, block: DraftBlock, anchor_ids: torch.Tensor, choose: Chooser, candidates: torch.Tensor | None = None
+    ) -> Walk:
         """Step 3: repair a block left to right; `choose` picks each slot's token from its corrected logits.
 
         Args:
             block: Result of `draft_block`.
             anchor_ids: int64 `[B]`.
             choose: See `Chooser`.
+            candidates: Columns that see the head's bias, int64 `[B, g, n]`; the others become -inf. None: all.
         """
-        previous = anchor_ids.to(block.hidden.device)
-        state = None
-        if self.markov_head is not None:
-            state = self.markov_head.start(previous, block.anchor_hidden, like=block.hidden)
+        previous, head = anchor_ids.to(block.hidden.device), self.markov_head
+        state = None if head is None else head.start(previous, block.anchor_hidden, like=block.hidden)
         tokens: list[torch.Tensor] = []
         corrected = []
-        for k in range(block.base_logits.shape[1]):
-            logits = block.base_logits[:, k]
-            if self.markov_head is not None:
-                bias, state = self.markov_head.step(previous, block.hidden[:, k], state)
-                logits = logits + bias
+        for k, logits in enumerate(block.base_logits.unbind(1)):
+            if head is not None:
+                columns = None if candidates is None else candidates[:, k]
+                logits, state = head.correct(logits, previous, block.hidden[:, k], state, columns)
             corrected.append(logits)
             previous = choose(k, logits, tokens)
             tokens.append(previous)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
 
+from .ops.markov_step import MAX_CANDIDATES
 from .scheduling import ThroughputCurve, VerifyPolicy, make_policy
 
 Policy = Literal["fixed", "threshold", "scheduled", "async", "auto"]
@@ -35,6 +36,9 @@ class SpeculationConfig:
         throughput_curve: Step times that `"scheduled"`, `"async"` and `"auto"` decide by (see `dspark profile`);
             None: learnt from the rounds. What is learnt (by `"auto"` always: it starts from a copy of the curve) is
             kept with the drafter for later calls on the same target. The other policies do not look at it.
+        candidate_top_k: Only so many columns of each slot, those of the largest base logits, see the sequential head's
+            bias and may be drafted, 1 to 1024; the head reads that many rows of its table instead of all. Drafts are
+            drawn from the restricted law and judged by it. None: all columns. Unused without a sequential head.
     """
 
     policy: Policy = "threshold"
@@ -44,6 +48,7 @@ class SpeculationConfig:
     record_confidence: bool = False
     record_trace: bool = False
     throughput_curve: ThroughputCurve | None = None
+    candidate_top_k: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
@@ -64,6 +69,14 @@ class SpeculationConfig:
         for field in ("record_confidence", "record_trace"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"`{field}` must be True or False, got {getattr(self, field)!r}.")
+        top = self.candidate_top_k
+        if top is not None and (
+            isinstance(top, bool) or not isinstance(top, Integral) or not 1 <= top <= MAX_CANDIDATES
+        ):
+            raise ValueError(
+                f"`candidate_top_k` must be an integer of 1 to {MAX_CANDIDATES} or None, got {top!r}. None lets every "
+                "column see the sequential head's bias."
+            )
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:

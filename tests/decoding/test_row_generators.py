@@ -96,6 +96,21 @@ def test_only_the_generators_are_drawn_from() -> None:
     assert model.generate(prompt(5), **call).tolist() != first.tolist()
 
 
+def test_seeds_of_an_op_are_the_rows_own_and_new_each_time() -> None:
+    cpu = torch.device("cpu")
+    draws = Draws(generators(1, 2, 3))
+    first, second = draws.seeds([0, 1, 2], cpu), draws.seeds([0, 1, 2], cpu)
+    assert len({*first.tolist(), *second.tolist()}) == 6
+    assert Draws(generators(1, 2, 3)).seeds([2, 0], cpu).tolist() == first[[2, 0]].tolist()
+    untouched = Draws(generators(1, 2, 3)).uniforms([1], [4], cpu)
+    assert torch.equal(draws.uniforms([1], [4], cpu), untouched), "verdicts have streams of their own"
+    torch.manual_seed(5)
+    shared = Draws().seeds([0, 1], cpu)
+    assert len(set(shared.tolist())) == 2
+    torch.manual_seed(5)
+    assert torch.equal(Draws().seeds([0, 1], cpu), shared)
+
+
 def test_greedy_text_needs_no_numbers() -> None:
     model = zoo.target("Llama")
     texts = texts_of(model)[:2]

@@ -301,6 +301,7 @@ def test_transformers_global_defaults_are_not_looked_at() -> None:
     ("assistant_confidence_threshold", -0.1), ("assistant_confidence_threshold", 1.5),
     ("assistant_confidence_threshold", float("nan")), ("assistant_confidence_threshold", "high"),
     ("survival_threshold", 2), ("survival_threshold", True), ("policy", "sometimes"),
+    ("candidate_top_k", 0), ("candidate_top_k", 1025), ("candidate_top_k", True), ("candidate_top_k", 2.0),
     ("speculation", {"policy": "fixed"}), ("speculation", False),
 ], ids=str)  # fmt: skip
 def test_bad_values_are_refused_by_name_before_the_prompt(name: str, value: Any) -> None:

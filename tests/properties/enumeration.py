@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.decoding import loop, prompt, rejection, verify
+from dspark.decoding import loop, prompt, verify
+from dspark.ops.rejection import torch as rejection
 from tests.reference.law import TextLaw, total_variation
 
 # Runs `generate` on so many copies of one prompt; returns the new tokens, int64 `[rows, n]`.
@@ -124,7 +125,7 @@ class Chance:
 
     def _rand(self, rows: int, columns: int, **kwargs: Any) -> _Uniforms:
         assert kwargs.get("generator") is None
-        return _Uniforms(self, self.rows(rows))
+        return _Uniforms(self, self.rows(rows), columns)
 
     def _draw_like(self, draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def drawing(weights: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -211,8 +212,9 @@ def distance(got: TextLaw, want: TextLaw) -> float:
 class _Uniforms:
     """`[B, K + 1]` uniforms: the last column drives the next token (see `draw`), the others decide acceptance."""
 
-    def __init__(self, chance: Chance, rows: list[int], factor: torch.Tensor | None = None) -> None:
+    def __init__(self, chance: Chance, rows: list[int], columns: int, factor: torch.Tensor | None = None) -> None:
         self.chance = chance
+        self.shape = (len(rows), columns)
         self._rows = rows
         self._factor = factor
 
@@ -224,7 +226,7 @@ class _Uniforms:
         return self
 
     def __mul__(self, factor: torch.Tensor) -> _Uniforms:
-        return _Uniforms(self.chance, self._rows, factor)
+        return _Uniforms(self.chance, self._rows, self.shape[1], factor)
 
     def __lt__(self, bounds: torch.Tensor) -> torch.Tensor:
         assert self._factor is not None

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.decoding import loop, rejection
+from dspark.decoding import loop
 from dspark.decoding.confidence import Confidence
 from dspark.decoding.processors import Processors
+from dspark.ops.rejection import torch as rejection
 from tests.conftest import golden_root
 
 from .enumeration import Chance, emitted_law

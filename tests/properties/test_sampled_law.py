@@ -12,7 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
-from dspark.decoding import loop, rejection
+from dspark.decoding import loop
+from dspark.ops.rejection import torch as rejection
 
 from .tiny import close_pair, own_law
 

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from transformers.utils import logging
 
 from ..modeling_dspark import DraftBlock
+from ..ops.confidence import ConfidenceScores as Confidence
+from ..ops.confidence import confidence_scores, scores_of_logits
+from .op_weights import confidence_weights
 from .state import DecodingRun, Proposal
 
 logger = logging.get_logger(__name__)
@@ -22,26 +22,16 @@ _NO_HEAD = {
 }
 
 
-class Confidence(NamedTuple):
-    """Scores of a block.
-
-    Attributes:
-        logits: float32 `[B, g]`, as the confidence head gives them.
-        own: float32 `[B, g]`, each slot's uncalibrated confidence (the reference's threshold looks at it).
-        survival: float32 `[B, g]`, running product of calibrated confidences.
-    """
-
-    logits: torch.Tensor
-    own: torch.Tensor
-    survival: torch.Tensor
-
-
 def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal) -> Confidence | None:
     """Scores of every slot, or None when no rule of this call looks at them or the drafter has no confidence head."""
     is_needed = run.settings.record_confidence or run.policy.needs_confidence
     if not (is_needed or run.settings.record_trace):
         return None
+    temperatures = run.confidence_temperatures
     with run.stats.forward("drafter"):
+        weights = confidence_weights(run.drafter, block)
+        if weights is not None:
+            return confidence_scores(block.hidden, proposal.previous_ids, weights, temperatures=temperatures)
         logits = run.drafter.confidence_logits(block.hidden, proposal.previous_ids)
     if logits is None and not is_needed:
         return None
@@ -50,11 +40,7 @@ def estimate_confidence(run: DecodingRun, block: DraftBlock, proposal: Proposal)
         run.stats.fall_back(reason)
         logger.warning_once(f"dspark: {reason}. Output is unchanged.")
         return None
-    logits = logits.nan_to_num(nan=-torch.inf)  # of an overflow in the head: such a slot is not trusted
-    own = logits.sigmoid()
-    temperatures = run.confidence_temperatures
-    calibrated = own if temperatures is None else (logits / temperatures[..., : logits.shape[-1]]).sigmoid()
-    return Confidence(logits, own, calibrated.cumprod(-1))
+    return scores_of_logits(logits, temperatures)
 
 
 __all__ = ["Confidence", "estimate_confidence"]

@@ -32,6 +32,12 @@ class Draws:
         """A draft per row from laws `[B, V]`, int64 `[B]`; `rows` are original indices."""
         return _sample(self._drafts, rows, probs)
 
+    def seeds(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        """A seed per row for all drafts of a block, int64 `[B]`, where the draws are an op's own."""
+        if self._drafts is None:
+            return torch.randint(_SEEDS, (len(rows),), device=device)
+        return torch.tensor([_seed(self._drafts[row]) for row in rows], device=device)
+
     def tokens(self, rows: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """A token of the target's own per row from laws `[B, V]`, int64 `[B]`."""
         return _sample(self._verdicts, rows, probs)
@@ -81,9 +87,12 @@ def _uniforms(generator: torch.Generator, count: int) -> torch.Tensor:
     return torch.rand(count, dtype=uniform_dtype(device), device=device, generator=generator).cpu().double()
 
 
+def _seed(generator: torch.Generator) -> int:
+    return int(torch.randint(_SEEDS, (1,), generator=generator, device=generator.device))
+
+
 def _child(generator: torch.Generator) -> torch.Generator:
-    seed = torch.randint(_SEEDS, (1,), generator=generator, device=generator.device)
-    return torch.Generator(generator.device).manual_seed(int(seed))
+    return torch.Generator(generator.device).manual_seed(_seed(generator))
 
 
 __all__ = ["Draws", "check_generators"]

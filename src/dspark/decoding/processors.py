@@ -94,6 +94,11 @@ class Processors:
         """What the temperature warpers divide by, together; 1.0 without one."""
         return math.prod(p.temperature for p in self.target if isinstance(p, lp.TemperatureLogitsWarper))
 
+    @property
+    def draft_only_scales(self) -> bool:
+        """Whether draft scores are the logits divided by `temperature` and nothing else."""
+        return all(type(p) is lp.TemperatureLogitsWarper for p in self.draft)
+
     def process_target(self, row: int, prefix_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores `[1, V]` of one slot of `row` behind its text `prefix_ids [1, n]`, as plain decoding has them."""
         return self._target_of[row](prefix_ids, logits)

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling_dspark import DraftBlock
+from ..modeling_dspark import Chooser, DraftBlock, Walk
+from ..ops.markov_step import candidate_columns
+from .fused_walk import fused_proposal
 from .state import DecodingRun, Group, Proposal
 
 
 def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
     """Walk the block; greedy without sampling, else a draw per slot."""
+    with run.stats.forward("drafter"):
+        proposal = fused_proposal(run, block)
+    if proposal is not None:
+        return proposal
     laws: list[torch.Tensor] = []
     groups = run.groups()
     samples = any(group.request.do_sample for group in groups)
@@ -41,13 +47,24 @@ def propose(run: DecodingRun, block: DraftBlock) -> Proposal:
         return chosen
 
     with run.stats.forward("drafter"):
-        anchors = torch.tensor(run.anchors, device=block.hidden.device)
-        walk = run.drafter.walk_block(block, anchors, choose)
+        walk = _walk(run, block, choose)
     return Proposal(
         walk.token_ids,
         walk.previous_ids,
         torch.stack(laws, dim=1) if laws else None,
         walk.logits if run.settings.record_trace else None,
+    )
+
+
+def _walk(run: DecodingRun, block: DraftBlock, choose: Chooser) -> Walk:
+    """The walk over all columns, or over the candidates of each slot."""
+    drafter, top_k = run.drafter, run.settings.candidate_top_k
+    anchors = torch.tensor(run.anchors, device=block.hidden.device)
+    if top_k is None or drafter.markov_head is None:
+        return drafter.walk_block(block, anchors, choose)
+    top_k = min(top_k, block.base_logits.shape[-1])
+    return drafter.walk_block(
+        block, anchors, choose, candidate_columns(block.base_logits, top_k, run.vocabulary.forbidden)
     )
 
 

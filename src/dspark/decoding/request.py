@@ -59,7 +59,7 @@ class Request:
         """Take the drafter's calibration at this request's temperature."""
         temperatures = drafter.config.temperatures_at(self.temperature)
         if temperatures is not None:
-            self.confidence_temperatures = torch.tensor(temperatures, device=drafter.device)
+            self.confidence_temperatures = torch.tensor(temperatures, dtype=torch.float32, device=drafter.device)
 
     def own(self, rows: list[int]) -> list[int]:
         """Its numbers of rows with these original indices."""

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.markov_step import GatedFeatures, MarkovTables, RecurrentFeatures
+from .plain import plain_weight
+
 
 class SequentialHead(nn.Module):
     """Base of the sequential heads. Tensor names follow DeepSpec (`markov_w1`, `markov_w2`)."""
@@ -77,6 +80,53 @@ class SequentialHead(nn.Module):
         """
         features, state = self.features(self.embed_previous(previous_ids), hidden, state)
         return self.markov_w2(features), state
+
+    def correct(
+        self,
+        base_logits: torch.Tensor,
+        previous_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        state: torch.Tensor | None,
+        candidates: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of one slot with its transition bias.
+
+        Args:
+            base_logits: U_k, `[B, Vd]`.
+            previous_ids, hidden, state: See [`SequentialHead.step`].
+            candidates: Columns that see the bias, int64 `[B, n]`, none twice in a row; the others become -inf. None:
+                all.
+
+        Returns:
+            Logits `[B, Vd]` and the new state.
+        """
+        if candidates is None:
+            bias, state = self.step(previous_ids, hidden, state)
+            return base_logits + bias, state
+        features, state = self.features(self.embed_previous(previous_ids), hidden, state)
+        weight = plain_weight(self.markov_w2, features)
+        if weight is None:  # of a layer that is more than its weight only the module knows the numbers
+            bias = self.markov_w2(features).gather(1, candidates)
+        else:
+            bias = torch.bmm(weight[candidates], features[..., None])[..., 0]
+        chosen = base_logits.gather(1, candidates) + bias
+        return chosen.new_full(base_logits.shape, -torch.inf).scatter_(1, candidates, chosen), state
+
+    def op_tables(self, hidden: torch.Tensor, state: torch.Tensor | None) -> MarkovTables | None:  # noqa: ARG002
+        """The head as the Markov op takes it; None where it is more than plain weights, or of a kind the op lacks.
+
+        Args:
+            hidden: Hidden states of a block, `[B, K, D]`.
+            state: State before its first slot, as `start` gives it.
+        """
+        return None
+
+    def _plain_tables(
+        self, like: torch.Tensor, features: GatedFeatures | RecurrentFeatures | None = None
+    ) -> MarkovTables | None:
+        """Both tables with what `features` adds, or None."""
+        w1, w2 = plain_weight(self.markov_w1, like), plain_weight(self.markov_w2, like)
+        return None if w1 is None or w2 is None else MarkovTables(w1, w2, features=features)
 
     def block_features(
         self,

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.confidence import ConfidenceWeights
+from .plain import plain_weight
+
 
 class ConfidenceHead(nn.Module):
     """Linear read-out `w . [h_k; W1[x_{k-1}]] + b`."""
@@ -36,3 +39,17 @@ class ConfidenceHead(nn.Module):
                 raise ValueError("The confidence head takes the Markov embedding of the previous token, got None.")
             hidden = torch.cat([hidden, previous.to(hidden.dtype)], dim=-1)
         return self.proj(hidden).squeeze(-1).float()
+
+    def op_weights(self, hidden: torch.Tensor, embedding: nn.Module | None) -> ConfidenceWeights | None:
+        """The head as the confidence op takes it; None where it is more than plain weights.
+
+        Args:
+            hidden: Hidden states it is to read.
+            embedding: Of the previous token, that of the sequential head; None without one.
+        """
+        weight, w1 = plain_weight(self.proj, hidden), None
+        if self.with_markov and embedding is not None:
+            w1 = plain_weight(embedding, hidden)
+        if weight is None or (self.with_markov and w1 is None):
+            return None
+        return ConfidenceWeights(weight[0], self.proj.bias, w1)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.markov_step import GatedFeatures, MarkovTables
+from ..ops.markov_step.torch import gated_features
 from .base import SequentialHead
+from .plain import plain_weight
 
 
 class GatedMarkovHead(SequentialHead):
@@ -27,5 +30,13 @@ class GatedMarkovHead(SequentialHead):
         state: torch.Tensor | None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gated embedding; see [`SequentialHead.features`]."""
-        gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, previous], dim=-1)))
-        return gate * previous, None
+        return gated_features(self.gate_proj(torch.cat([hidden, previous], dim=-1)), previous), None
+
+    def op_tables(self, hidden: torch.Tensor, state: torch.Tensor | None) -> MarkovTables | None:  # noqa: ARG002
+        """Both tables and the gate, split by what it reads; see [`SequentialHead.op_tables`]."""
+        weight = plain_weight(self.gate_proj, hidden)
+        if weight is None:
+            return None
+        of_hidden, of_previous = weight.split([hidden.shape[-1], self.rank], dim=-1)
+        part = nn.functional.linear(hidden, of_hidden, self.gate_proj.bias)
+        return self._plain_tables(hidden, GatedFeatures(of_previous, part))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..ops.markov_step import MarkovTables
 from .base import SequentialHead
 
 
@@ -18,3 +19,7 @@ class MarkovHead(SequentialHead):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The Markov embedding itself; see [`SequentialHead.features`]."""
         return previous, None
+
+    def op_tables(self, hidden: torch.Tensor, state: torch.Tensor | None) -> MarkovTables | None:  # noqa: ARG002
+        """Both tables; see [`SequentialHead.op_tables`]."""
+        return self._plain_tables(hidden)

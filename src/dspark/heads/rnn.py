@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.markov_step import MarkovTables, RecurrentFeatures
+from ..ops.markov_step.torch import recurrent_features
 from .base import SequentialHead
+from .plain import plain_weight
 
 
 class RecurrentHead(SequentialHead):
@@ -31,9 +34,16 @@ class RecurrentHead(SequentialHead):
         """One recurrence; see [`SequentialHead.features`]."""
         if state is None:
             state = torch.zeros_like(previous)
-        gate, candidate, output = self.joint_proj(torch.cat([state, previous, hidden], dim=-1)).chunk(3, dim=-1)
-        keep = torch.sigmoid(gate)
-        return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
+        return recurrent_features(self.joint_proj(torch.cat([state, previous, hidden], dim=-1)), state)
+
+    def op_tables(self, hidden: torch.Tensor, state: torch.Tensor | None) -> MarkovTables | None:
+        """Both tables and the recurrence, split by what it reads; see [`SequentialHead.op_tables`]."""
+        weight = plain_weight(self.joint_proj, hidden)
+        if weight is None or state is None:
+            return None
+        of_state_and_previous, of_hidden = weight.split([2 * self.rank, hidden.shape[-1]], dim=-1)
+        part = nn.functional.linear(hidden, of_hidden, self.joint_proj.bias)
+        return self._plain_tables(hidden, RecurrentFeatures(of_state_and_previous, part, state.float()))
 
     def block_features(
         self, previous_ids: torch.Tensor, hidden: torch.Tensor, anchor_hidden: torch.Tensor | None = None

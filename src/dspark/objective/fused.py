@@ -1,10 +1,8 @@
 """The vocabulary-wide part of the loss, chunk by chunk, with its gradient computed on the way.
 
 Logits, target law and their gradient exist for one chunk of block positions at a time, so memory does not grow with
-positions x vocabulary. Values and gradients are those of `block_loss` (tested); `d loss / d logits` is
-
-    w * (ce * (p - onehot) + l1 * p * (s - <p, s>)),   s = sign(p - p_t).
-
+positions x vocabulary. Values and gradients are those of `block_loss` (tested); what is done with a chunk's logits is
+in `ops/training_loss`.
 Shape letters: `N` supervised positions, `n` of one chunk, `D` drafter width, `r` head rank, `Vd` width of the logits.
 """
 
@@ -15,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .losses import Objective, TargetLaw, missing_mass
+from ..ops.training_loss import TermWeights, training_loss
+from .losses import Objective, TargetLaw
 
 
 class VocabularyHeads(NamedTuple):
@@ -97,10 +96,14 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 leaves = [None if x is None else x[rows].detach().requires_grad_() for x in (hidden, features)]
                 logits = heads.logits_of(*leaves)
-            part = _chunk_terms(logits.detach().float(), labels[rows], weights[rows], heads.law_of(rows), objective)
-            sums += part.sums
+            law = heads.law_of(rows)
+            part = training_loss(
+                logits.detach(), labels[rows], weights[rows], None if law is None else law.probs,
+                TermWeights(objective.ce, objective.l1), with_gradient=bool(wanted),
+            )  # fmt: skip
+            sums += torch.stack([part.ce, part.l1])
             acceptance.append(part.acceptance)
-            if wanted:
+            if part.gradient is not None:
                 asked = [(*leaves, *parameters)[i] for i in wanted]
                 found = torch.autograd.grad(logits, asked, part.gradient.to(logits.dtype), allow_unused=True)
                 for i, grad in zip(wanted, found, strict=True):
@@ -114,37 +117,6 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor, *_: Any) -> Any:
         return None, *(None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.grads)
-
-
-class _ChunkTerms(NamedTuple):
-    sums: torch.Tensor
-    acceptance: torch.Tensor | None
-    gradient: torch.Tensor
-
-
-def _chunk_terms(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, law: TargetLaw | None, objective: Objective
-) -> _ChunkTerms:
-    """Sums, acceptance and `d loss / d logits [n, Vd]` of one chunk; works in place where it can."""
-    ce, l1 = objective.ce, objective.l1
-    log_probs = logits.log_softmax(-1)
-    known = (labels >= 0).float()
-    index = labels.clamp(min=0)[:, None]
-    ce_sum = -(log_probs.gather(1, index)[:, 0] * known * weights).sum() if ce else weights.new_zeros(())
-    probs = log_probs.exp_()
-    ce_rows = ce * known
-    if law is None:
-        gradient, distance, acceptance = probs * ce_rows[:, None], None, None
-    else:
-        difference = probs - law.probs
-        distance = difference.abs().sum(-1) + missing_mass(law)
-        acceptance = (1 - 0.5 * distance).clamp(0, 1)
-        sign = difference.sign_()
-        inner = torch.linalg.vecdot(probs, sign)
-        gradient = sign.mul_(l1).add_((ce_rows - l1 * inner)[:, None]).mul_(probs)
-    gradient.scatter_add_(1, index, -ce_rows[:, None])
-    l1_sum = (distance * weights).sum() if distance is not None and l1 else weights.new_zeros(())
-    return _ChunkTerms(torch.stack([ce_sum, l1_sum]), acceptance, gradient.mul_(weights[:, None]))
 
 
 __all__ = ["VocabularyHeads", "VocabularyTerms", "vocabulary_loss"]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
+from ..ops.training_loss.torch import missing_mass
+
 _EPSILON = 1e-6  # on the denominators, as the reference: an unsupervised batch gives 0, not NaN
 
 
@@ -109,12 +111,7 @@ class TargetLaw(NamedTuple):
 
 def l1_distance(draft_probs: torch.Tensor, target: TargetLaw) -> torch.Tensor:
     """`||p_d - p_t||_1` over all of V, `[N]`: tokens outside the draft vocabulary count with the target's mass."""
-    return (draft_probs - target.probs).abs().sum(-1) + missing_mass(target)
-
-
-def missing_mass(target: TargetLaw) -> torch.Tensor:
-    """The target's probability of tokens outside the draft vocabulary, `[N]`."""
-    return (1 - target.probs.sum(-1)).clamp(min=0)
+    return (draft_probs - target.probs).abs().sum(-1) + missing_mass(target.probs)
 
 
 class LossTerms(NamedTuple):
