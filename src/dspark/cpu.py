@@ -123,7 +123,7 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`optimize_for_cpu` takes a transformers `PreTrainedModel`, got {type(model).__name__}.")
     layers, skipped = _find_layers(model)
-    if not layers and not any(isinstance(module, PackedLinear) for module in model.modules()):
+    if not layers and not is_packed(model):
         raise ValueError(f"{describe(model)} has no `nn.Linear` layer to pack, so nothing would be gained.")
     dtypes = {name: _packed_dtype(name, layer.weight, dtype) for name, layer in layers.items()}
     for each in set(dtypes.values()):
@@ -155,6 +155,11 @@ def _refusing_apply(model_ref: Callable[[], Any]) -> Callable[..., Any]:
 
 def _first_packed(model: nn.Module) -> PackedWeight | None:
     return next((weight for weight in model.parameters() if isinstance(weight, PackedWeight)), None)
+
+
+def is_packed(model: Any) -> bool:
+    """Whether linear layers of a model, bare or wrapped, are packed at present."""
+    return any(isinstance(module, PackedLinear) for module in unwrap(model).modules())
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -255,4 +260,4 @@ def packed(model: PreTrainedModel, *, wanted: bool = True) -> Any:
         return nullcontext()
 
 
-__all__ = ["PackedLayers", "optimize_for_cpu", "packed"]
+__all__ = ["PackedLayers", "is_packed", "optimize_for_cpu", "packed"]

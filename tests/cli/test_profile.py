@@ -7,13 +7,14 @@ run that fails only after it has measured.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from dspark import SpeculationConfig
-from dspark.cli import app
+from dspark.cli import app, common
 from dspark.decoding.curve import curve_key
 from dspark.evaluation import profile as module
 from dspark.evaluation.profile import default_slots, profile_pair
@@ -37,14 +38,36 @@ def test_writes_a_curve(pair, tmp_path):  # noqa: F811
     path = tmp_path / "curve.json"
     result = runner.invoke(app, command(pair, path))
     assert result.exit_code == 0, result.output
-    assert "The drafter's side" in result.output
+    assert "Milliseconds of a round" in result.output
     curve = ThroughputCurve.load(path)
     assert curve.contexts == [6, 12]
     assert curve.token_counts(6) == curve.token_counts(12) == [1, 4]
     assert curve.num_samples(4, 12) == 2
     assert curve.draft_seconds(1) > 0
     assert curve.key is not None
-    assert (curve.key.model, curve.key.dtype, curve.key.device) == ("target", "float32", "cpu")
+    assert (curve.key.model, curve.key.dtype, curve.key.device, curve.key.packed) == (
+        "target",
+        "float32",
+        "cpu",
+        False,
+    )
+    said = " ".join(result.stderr.split())
+    assert "profile: warming up profile: 1 row of 6 tokens profile: 1 row of 12 tokens" in said
+    assert "1 thread" in said or "threads, not packed" in said
+
+
+def test_every_number_of_rows_is_shown(pair, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(common.out, "_width", 80)
+    path = tmp_path / "curve.json"
+    result = runner.invoke(app, command(pair, path, "--rows", "2", "--rows", "1", "--pack"))
+    assert result.exit_code == 0, result.output
+    shown = [tuple(map(int, found)) for found in re.findall(r"│ +(\d+) │ +(\d+) │ +(\d+) │", result.stdout)]
+    assert shown == [(1, 0, 1), (1, 3, 4), (2, 0, 2), (2, 3, 8)]
+    assert "…" not in result.stdout
+    assert "at 12" in result.stdout
+    key = ThroughputCurve.load(path).key
+    assert key is not None
+    assert key.packed is True
 
 
 def test_json(pair, tmp_path):  # noqa: F811

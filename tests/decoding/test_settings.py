@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from dspark import DSparkDrafter, SpeculationConfig
+from dspark import DSparkDrafter, SpeculationConfig, optimize_for_cpu
 from dspark.decoding import confidence, curve
 from dspark.decoding.arguments import call_settings
 from dspark.decoding.confidence import Confidence
@@ -390,12 +390,20 @@ def test_a_curve_measured_on_something_else_is_said(monkeypatch: pytest.MonkeyPa
     warned: list[str] = []
     monkeypatch.setattr(curve.logger, "warning_once", warned.append)
     key = curve.curve_key(target(), "it")
-    for dtype in ("float16", key.dtype):
-        known = ThroughputCurve(replace(key, dtype=dtype))
+    for other in ({"dtype": "float16"}, {"packed": True, "threads": 64}, {"packed": None}, {}):
+        known = ThroughputCurve(replace(key, **other))
         known.learn(1, 0.1)
         run(oracle(), policy="scheduled", throughput_curve=known)
-    assert len(warned) == 1
-    assert "dtype: float16, float32" in warned[0]
+    assert len(warned) == 2
+    assert "(dtype: float16 in the curve, float32 now)" in warned[0]
+    assert f"(threads: 64 in the curve, {torch.get_num_threads()} now; packed: yes in the curve, no now)" in warned[1]
+
+
+def test_a_key_says_whether_the_target_is_packed() -> None:
+    model = target()
+    with optimize_for_cpu(model):
+        assert curve.curve_key(model, "it").packed is True
+    assert curve.curve_key(model, "it").packed is False
 
 
 @pytest.mark.parametrize(

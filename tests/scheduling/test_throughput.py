@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,6 +237,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(version=2), "`version` is 2"),
         (changed(key={"model": "x"}), "`key` must have the fields"),
         (changed(key={**example().to_json()["key"], "threads": "1"}), "`key.threads` must be of type int, got '1'"),
+        (changed(key={**example().to_json()["key"], "packed": "yes"}), "`key.packed` must be of type bool, got 'yes'"),
         (changed(target={}), "`target` holds no times"),
         (changed(target={"0": {}}), "`target` holds no times"),
         (changed(target=[1]), "`target` must be an object"),
@@ -268,8 +270,28 @@ def test_files_that_are_no_json_are_refused(tmp_path, content):
 
 def test_keys_say_what_differs():
     other = CurveKey(model="toy", device="cuda", dtype="float32", attention="sdpa", threads=2)
-    assert KEY.differences(other) == ["device: cpu, cuda", "threads: 1, 2"]
+    assert KEY.differences(other) == ["device: cpu in the curve, cuda now", "threads: 1 in the curve, 2 now"]
     assert KEY.differences(KEY) == []
+    packed = replace(KEY, packed=True)
+    assert packed.differences(replace(KEY, packed=False)) == ["packed: yes in the curve, no now"]
+    assert packed.differences(KEY) == KEY.differences(packed) == []  # not known of one
+
+
+def test_curves_that_do_not_say_whether_the_target_was_packed_still_load(tmp_path):
+    path = tmp_path / "curve.json"
+    old = example().to_json()
+    del old["key"]["packed"]
+    path.write_text(json.dumps(old))
+    assert ThroughputCurve.load(path).key == KEY
+    curve = example()
+    curve.key = replace(KEY, packed=True)
+    curve.save(path)
+    assert ThroughputCurve.load(path).key == replace(KEY, packed=True)
+
+
+def test_a_missing_file_says_what_makes_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no curve file .*none\.json\. `dspark profile .*--out .*none\.json`"):
+        ThroughputCurve.load(tmp_path / "none.json")
 
 
 def test_line_through_one_point():

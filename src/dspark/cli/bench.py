@@ -39,7 +39,7 @@ from .bench_shared import (
     pack,
     show,
 )
-from .common import bad_input_exits, check_out_file, err, out, print_json
+from .common import BY_CURVE, bad_input_exits, check_out_file, err, out, print_json
 
 app = typer.Typer(help="Measure batches, record acceptance, simulate serving.", no_args_is_help=True)
 
@@ -77,7 +77,7 @@ def batches(
             name: SpeculationConfig(
                 name,  # type: ignore[arg-type]
                 survival_threshold=survival_threshold if name == "threshold" else 0.0,
-                throughput_curve=known if name in ("scheduled", "async", "auto") else None,
+                throughput_curve=known if name in BY_CURVE else None,
             )
             for name in policy
         }
@@ -164,10 +164,10 @@ def check(
         texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
         ids = [chat_ids(tokenizer, text) for text in texts]
         with ExitStack() as stack:
+            pack(stack, model, draft)
             if known.key and (others := known.key.differences(curve_key(model, known.key.model))):
                 found = "; ".join(others)
                 err.print(f"The curve was measured on something else ({found}).", style="yellow", markup=False)
-            pack(stack, model, draft)
             status = stack.enter_context(err.status("check"))
             checks = check_step_model(
                 model, draft, ids, known, size, max_new_tokens=max_new_tokens, repeats=repeats,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 from ..cpu import optimize_for_cpu
-from ..scheduling import ThroughputCurve
-from .common import chosen_device, load_drafter, load_target, out
+from .common import GPU, Curve, Threads, chosen_device, load_curve, load_drafter, load_target, out, use_threads
 from .data import target_dtype
 
-GPU = "gpu"
-_CURVES = "curves"
 Target = Annotated[str, typer.Option(help="Target: folder or Hub id.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: folder or Hub id.")]
 Gguf = Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")]
@@ -28,23 +23,7 @@ PromptFiles = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")]
 Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
-Curve = Annotated[str | None, typer.Option(help="Step curve: a file of `dspark profile`, or `gpu`: a made staircase.")]
-
-
-def load_curve(source: str) -> ThroughputCurve:
-    """A curve file, or the shipped made staircase.
-
-    Raises:
-        ValueError: No such file, or no curve in it.
-    """
-    if source == GPU:
-        with resources.as_file(resources.files("dspark.simulation") / _CURVES / "gpu_staircase.json") as path:
-            return ThroughputCurve.load(path)
-    if not Path(source).is_file():
-        raise ValueError(f"There is no curve file {source}. Write one with `dspark profile`, or name `{GPU}`.")
-    return ThroughputCurve.load(source)
 
 
 def load_pair(
@@ -57,8 +36,7 @@ def load_pair(
         OSError: A model cannot be loaded.
     """
     where = chosen_device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
     draft = load_drafter(drafter, target_dtype(dtype, where))
     return model.to(where), tokenizer, draft.to(where)

@@ -1,4 +1,4 @@
-"""What all commands share: loading models, refusing bad input with exit code 2, writing JSON."""
+"""What all commands share: options, loading models and curves, refusing bad input with exit code 2, writing JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +18,22 @@ from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..modeling_dspark import DSparkDrafter
+from ..scheduling import ThroughputCurve
+from ..speculation import SpeculationConfig
 
 out = Console()
 err = Console(stderr=True)
 
 BAD_INPUT = 2
+
+# Options of several commands, one meaning each.
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")]
+Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="On a CPU: pack linear layers while it runs (faster).")]
+GPU = "gpu"
+BY_CURVE = ("scheduled", "async", "auto")  # policies that decide by a curve
+Curve = Annotated[
+    str | None, typer.Option(help=f"Step curve: a file of `dspark profile`, or `{GPU}`: a made staircase.")
+]
 
 # Options of the commands that write one text.
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most new tokens.")]
@@ -81,6 +93,56 @@ def chosen_device(name: str | None = None) -> str:
     return name
 
 
+def use_threads(threads: int | None) -> None:
+    """What `--threads` asks for."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def load_curve(source: str) -> ThroughputCurve:
+    """A curve file, or the shipped made staircase.
+
+    Raises:
+        ValueError: No curve in it.
+        OSError: No such file.
+    """
+    if source == GPU:
+        with resources.as_file(resources.files("dspark.simulation") / "curves" / "gpu_staircase.json") as path:
+            return ThroughputCurve.load(path)
+    return ThroughputCurve.load(source)
+
+
+def chosen_curve(source: str | None, *policies: str) -> ThroughputCurve | None:
+    """The curve of `--curve`, for texts decoded under these policies.
+
+    Raises:
+        ValueError: None of them looks at a curve, or there is none in the file.
+        OSError: No such file.
+    """
+    if source is None:
+        return None
+    if all(policy in ("fixed", "threshold") for policy in policies):
+        raise ValueError(
+            f"--curve is what the policies {', '.join(BY_CURVE)} decide by, and --policy is {' and '.join(policies)}. "
+            f"Add --policy {BY_CURVE[0]}, or leave --curve out."
+        )
+    return load_curve(source)
+
+
+def speculation(policy: str, threshold: float, curve: ThroughputCurve | None, **more: Any) -> SpeculationConfig:
+    """Settings of one text's options; the curve is for policies that look at one.
+
+    Raises:
+        ValueError: An unknown policy.
+    """
+    return SpeculationConfig(
+        policy,  # type: ignore[arg-type]
+        assistant_confidence_threshold=threshold,
+        throughput_curve=curve if policy in BY_CURVE else None,
+        **more,
+    )
+
+
 def check_source(source: str) -> None:
     """Refuse what can only be a local path and does not exist.
 
@@ -105,15 +167,16 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
     """Target and tokenizer of a folder or Hub id.
 
     Raises:
-        ValueError: There is no such folder, or no tokenizer in it.
+        ValueError: There is no such folder, or no tokenizer or GGUF file of that name in it.
         OSError: The model cannot be loaded.
     """
     check_source(source)
+    _check_gguf(source, gguf_file)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
-        found = sorted(path.name for path in Path(source).glob("*.gguf")) if gguf_file is None else []
+        found = _gguf_files(source) if gguf_file is None else []
         hint = f" It holds {', '.join(found)}: name it with --gguf-file." if found else ""
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -121,6 +184,25 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
         ) from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra).eval()
     return model, tokenizer
+
+
+def _check_gguf(source: str, gguf_file: str | None) -> None:
+    """Refuse a GGUF file that a local folder lacks, which transformers would look for on the Hub."""
+    folder = Path(source)
+    if folder.is_file():
+        raise ValueError(
+            f"The target {source} is a file. Name its folder with --target {folder.parent} and a GGUF file in it with "
+            f"--gguf-file {folder.name}."
+        )
+    if gguf_file is None or not folder.is_dir() or (folder / gguf_file).is_file():
+        return
+    found = _gguf_files(source)
+    hint = f"There are: {', '.join(found)}." if found else "It holds no GGUF file: leave --gguf-file out."
+    raise ValueError(f"The folder {source} has no file {gguf_file!r} (--gguf-file). {hint}")
+
+
+def _gguf_files(source: str) -> list[str]:
+    return sorted(path.name for path in Path(source).glob("*.gguf"))
 
 
 def load_drafter(source: str | Path, dtype: torch.dtype) -> DSparkDrafter:
@@ -159,7 +241,8 @@ def demo_drafter() -> Path:
 
 
 __all__ = [
-    "BAD_INPUT", "MaxNewTokens", "PolicyName", "Seed", "Temperature", "Threshold",
-    "bad_input_exits", "check_out_file", "check_source", "chosen_device", "demo_drafter", "demo_target",
-    "err", "load_drafter", "load_target", "out", "parse_dtype", "print_json",
+    "BAD_INPUT", "BY_CURVE", "GPU", "Curve", "MaxNewTokens", "Pack", "PolicyName", "Seed", "Temperature", "Threads",
+    "Threshold", "bad_input_exits", "check_out_file", "check_source", "chosen_curve", "chosen_device",
+    "demo_drafter", "demo_target", "err", "load_curve", "load_drafter", "load_target", "out", "parse_dtype",
+    "print_json", "speculation", "use_threads",
 ]  # fmt: skip

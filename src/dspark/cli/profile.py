@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -13,8 +15,21 @@ from ..cpu import packed
 from ..decoding.curve import curve_key
 from ..evaluation.profile import default_slots, profile_pair
 from ..evaluation.provenance import public_name
-from ..scheduling import ThroughputCurve
-from .common import bad_input_exits, check_out_file, chosen_device, err, load_drafter, load_target, out, print_json
+from ..scheduling import CurveKey, ThroughputCurve
+from ..training.progress import WorkProgress, plural
+from .common import (
+    Pack,
+    Threads,
+    bad_input_exits,
+    check_out_file,
+    chosen_device,
+    err,
+    load_drafter,
+    load_target,
+    out,
+    print_json,
+    use_threads,
+)
 from .data import target_dtype
 
 
@@ -32,8 +47,8 @@ def profile(
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each shape; the median counts.")] = 3,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,
-    pack: Annotated[bool, typer.Option(help="On a CPU: pack the linear layers of both models while it runs.")] = True,
+    threads: Threads = None,
+    pack: Pack = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the curve as JSON on stdout.")] = False,
 ) -> None:
     """Measure what a round takes in real rounds: the target's side by tokens in its forward, the drafter's by slots.
@@ -49,26 +64,43 @@ def profile(
     with bad_input_exits():
         check_out_file(curve_file)
         where = chosen_device(device)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_threads(threads)
         model, _ = load_target(target, gguf_file, target_dtype(dtype, where))
         draft = load_drafter(drafter, target_dtype(dtype, where))
         for module in (model, draft):
             torch.nn.Module.to(module, where)
-        key = curve_key(model, gguf_file or public_name(target))
         slots = default_slots(draft) if slots is None else slots
-        with err.status("profile") as status, packed(model, wanted=pack), packed(draft, wanted=pack):
+        total = 1 + len(set(contexts)) * len(set(rows))
+        with (
+            packed(model, wanted=pack),
+            packed(draft, wanted=pack),
+            # Each batch is named before it runs, so the first name finds -1 done.
+            WorkProgress("Profiling", total, unit="batches", done=-1, console=err) as work,
+        ):
+            key = curve_key(model, gguf_file or public_name(target))
             curve = profile_pair(
                 model, draft, rows=rows, slots=slots, contexts=contexts, repeats=repeats, key=key,
-                on_progress=lambda what: status.update(f"profile: {what}"),
+                on_progress=partial(_say, work),
             )  # fmt: skip
         curve.save(curve_file)
     if as_json:
         print_json(_figures(curve, rows, slots))
         return
-    out.print(_target_table(curve))
-    out.print(_drafter_table(curve, rows, slots))
-    err.print(f"{curve_file}: written", highlight=False)
+    out.print(_table(curve, rows, slots))
+    err.print(f"{curve_file}: written, of {_conditions(key)}", highlight=False, soft_wrap=True)
+
+
+def _say(work: WorkProgress, what: str) -> None:
+    """What is measured next; what was named before it is done."""
+    if work.is_bar:
+        work.advance(1, what)
+    else:
+        work.say(f"profile: {what}")
+
+
+def _conditions(key: CurveKey) -> str:
+    packing = "packed" if key.packed else "not packed"
+    return f"{key.model} on {key.device} ({key.dtype}, {key.attention}, {plural(key.threads, 'thread')}, {packing})"
 
 
 def _figures(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> dict[str, Any]:
@@ -84,29 +116,32 @@ def _figures(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> dict[
     return {**curve.to_json(), "medians": medians, "draft_seconds": before}
 
 
-def _target_table(curve: ThroughputCurve) -> Table:
-    table = Table(title="The target's side")
-    table.add_column("tokens", justify="right")
-    for context in curve.contexts:
-        table.add_column(f"ms at {context}", justify="right")
-        table.add_column("ratio", justify="right")
-    for index, tokens in enumerate(curve.token_counts()):
-        cells = []
-        for context in curve.contexts:
-            points = curve.points(context)
-            seconds = points[index][1]
-            cells += [f"{seconds * 1e3:.2f}", f"{seconds / points[0][1]:.2f}"]
-        table.add_row(str(tokens), *cells)
-    return table
-
-
-def _drafter_table(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> Table:
-    table = Table(title="The drafter's side")
-    table.add_column("rows", justify="right")
-    for count in sorted(set(slots)):
-        table.add_column(f"ms, {count} drafts", justify="right")
-    for row in sorted(set(rows)):
-        table.add_row(str(row), *(f"{curve.draft_seconds(row, n) * 1e3:.2f}" for n in sorted(set(slots))))
+def _table(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> Table:
+    """Medians in milliseconds by rows and drafts; at longer contexts the curve knows tokens only."""
+    first, *longer = curve.contexts
+    table = Table(
+        title="Milliseconds of a round",
+        caption=f"Target: at {first:,} cached tokens per row; the ratio is to the first line's. At longer contexts: "
+        "of all rows with so many tokens in the forward."
+        if longer
+        else None,
+    )
+    for name in ("rows", "drafts", "tokens", "drafter", "target", "ratio", *(f"at {context:,}" for context in longer)):
+        table.add_column(name, justify="right")
+    by_rows = curve.to_json()["rows"]
+    known = {context: dict(curve.points(context)) for context in longer}
+    least: float | None = None
+    for count in sorted(set(rows)):
+        for drafts in sorted(set(slots)):
+            tokens = count * (1 + drafts)
+            seconds = median(by_rows[str(count)][str(tokens)])
+            least = least or seconds
+            before = curve.draft_seconds(count, drafts)
+            table.add_row(
+                str(count), str(drafts), str(tokens), f"{before * 1e3:.1f}", f"{seconds * 1e3:.1f}",
+                f"{seconds / least:.2f}", *(f"{points[tokens] * 1e3:.1f}" for points in known.values()),
+            )  # fmt: skip
+        table.add_section()
     return table
 
 

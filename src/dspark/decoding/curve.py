@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..cpu import is_packed
 from ..scheduling import CurveKey, ThroughputCurve
 
 logger = logging.get_logger("dspark.curve")
@@ -20,11 +21,12 @@ def curve_key(target: PreTrainedModel, name: str) -> CurveKey:
         dtype=str(target.dtype).removeprefix("torch."),
         attention=str(getattr(target.config, "_attn_implementation", None)),
         threads=torch.get_num_threads(),
+        packed=is_packed(target),
     )
 
 
 def warn_of_another_curve(target: PreTrainedModel, curve: ThroughputCurve | None) -> None:
-    """Say once where a curve was measured on another device, dtype, attention or number of threads."""
+    """Say once where a curve was measured on another device, dtype, attention or threads, or packed otherwise."""
     if curve is None or curve.key is None:
         return
     if differences := curve.key.differences(curve_key(target, curve.key.model)):

@@ -45,7 +45,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
         contexts: Tokens in each row's cache, at least 1.
         repeats: Timings per shape, after one that is left out; all of the fewest rows run once before, unmeasured.
         key: Kept with the curve.
-        on_progress: Told what is measured.
+        on_progress: Told what is measured next: the warm-up, then each number of rows at each context.
 
     Raises:
         ValueError: A count out of its range, or a context that leaves no room in the target's positions.
@@ -59,7 +59,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     for context in sorted(set(contexts)):
         seen: list[list[RoundObservation]] = []
         for count in sorted(set(rows)):
-            on_progress(f"{count} row(s) of {context} tokens")
+            on_progress(f"{count} {'row' if count == 1 else 'rows'} of {context} tokens")
             seen += _rounds(target, drafter, count, context, widths, repeats)
         # Shapes by turns, since of each count of tokens a curve keeps the last samples only.
         for one in filter(None, chain(*zip_longest(*seen))):

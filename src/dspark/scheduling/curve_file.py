@@ -25,6 +25,7 @@ class CurveKey:
         dtype: Of the weights, as `float32`.
         attention: Attention implementation, as `sdpa`.
         threads: CPU threads of torch.
+        packed: Whether the target's linear layers were packed for the CPU; None: not known (files of before).
     """
 
     model: str
@@ -32,11 +33,16 @@ class CurveKey:
     dtype: str
     attention: str
     threads: int
+    packed: bool | None = None
 
-    def differences(self, other: CurveKey) -> list[str]:
-        """Fields in which two keys differ, as `name: own, other's`."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name}: {own}, {others}" for name, own, others in pairs if own != others]
+    def differences(self, now: CurveKey) -> list[str]:
+        """Fields in which a curve's key differs from that of `now`, as `name: own in the curve, other's now`."""
+        pairs = [(f.name, getattr(self, f.name), getattr(now, f.name)) for f in fields(self)]
+        return [
+            f"{name}: {_said(own)} in the curve, {_said(other)} now"
+            for name, own, other in pairs
+            if own != other and None not in (own, other)
+        ]
 
 
 class Document(NamedTuple):
@@ -81,12 +87,18 @@ class Document(NamedTuple):
         return cls(_key(data.get("key")), target, rows, _table(data, "draft", least=(1, 0)))
 
 
+def _said(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
 def _key(data: Any) -> CurveKey | None:
     if data is None:
         return None
     types = {"model": str, "device": str, "dtype": str, "attention": str, "threads": int}
-    if not isinstance(data, dict) or data.keys() != types.keys():
+    if not isinstance(data, dict) or data.keys() - {"packed"} != types.keys():
         raise ValueError(f"`key` must have the fields {', '.join(types)}, got {data!r}")
+    if data.get("packed") is not None:
+        types["packed"] = bool
     for name, kind in types.items():
         if type(data[name]) is not kind:
             raise ValueError(f"`key.{name}` must be of type {kind.__name__}, got {data[name]!r}")
@@ -137,8 +149,12 @@ def read(path: Path, parse: Callable[[Any], _Curve]) -> _Curve:
 
     Raises:
         ValueError: Not JSON, or `parse` refuses it; names the file.
-        OSError: It cannot be read.
+        OSError: It is not there, or cannot be read.
     """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no curve file {path}. `dspark profile --target ... --drafter ... --out {path}` makes one."
+        )
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:  # JSON and text decoding errors are ones too
