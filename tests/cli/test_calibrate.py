@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.training import tiny
 WORDS = [f"w{i}" for i in range(12)]
 PROMPTS = 8
 TOKENS = 60
+NOTE = "calibrated_on.json"
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +94,8 @@ def test_the_fit_is_that_of_the_prompts_that_do_not_judge_it(pair: Path, drafter
     code, stdout, stderr = run(*command(pair, drafter, "--temperature", 1, "--no-pack", "--json", *files))
     assert code == 0, stderr
     after = hashes(drafter)
-    assert {name for name in after if after[name] != before[name]} == {"config.json"}
-    assert after.keys() == before.keys()
+    assert {name for name in before if after[name] != before[name]} == {"config.json"}
+    assert after.keys() - before.keys() == {NOTE}
     figures = json.loads(stdout)
     assert figures == json.loads((tmp_path / "report.json").read_text())
     (found,) = figures["calibrations"]
@@ -132,14 +134,75 @@ def test_each_temperature_gets_a_list_and_others_are_kept(pair: Path, drafter: P
     assert first["0.5"] != first["1"]
     assert sorted(path.name for path in tmp_path.glob("sts*")) == ["sts-t0.5.json", "sts-t1.json"]
     assert from_json((tmp_path / "sts-t1.json").read_text()).temperatures == tuple(first["1"])
-    assert "ECE raw" in stdout
-    assert "calibrated for temperature 1, 0.5" in stderr
+    assert "reached" in stdout
+    for temperature in ("1", "0.5"):
+        assert re.search(rf"for decoding at {temperature} fitted at (all 4|[1-3] of 4) positions", stderr)
     assert run(*command(pair, drafter, "--temperature", 0.5, "--seed", 3))[0] == 0
     second = rows_of(drafter)
     assert second["1"] == first["1"]
     assert second["0.5"] != first["0.5"]
     loaded = DSparkDrafter.from_pretrained(drafter).config
     assert loaded.temperatures_at(0.6) == second["0.5"]
+
+
+def test_what_was_fitted_is_said_in_the_words_of_the_table(pair: Path, drafter: Path) -> None:
+    code, stdout, stderr = run(*command(pair, drafter, "--temperature", 1, "--max-new-tokens", 30))
+    assert code == 0, stderr
+    rows = re.findall(r"│ +(\d) │ +([\d.]+) │ +(\d+) │", stdout)
+    reached = {int(position): int(count) for position, _, count in rows}
+    notes = dict(re.findall(r"position (\d): (\d+) rounds reached it, fewer than 50", stdout))
+    assert notes
+    assert {int(position): int(count) for position, count in notes.items()}.items() <= reached.items()
+    fitted = [position for position, count in reached.items() if count >= 50]
+    named = ", ".join(map(str, fitted))
+    assert f"fitted at {len(fitted)} of 4 positions ({named}); each other keeps the one before it" in stderr
+    temperatures = rows_of(drafter)["1"]
+    assert temperatures[len(fitted) :] == [temperatures[len(fitted) - 1]] * (4 - len(fitted))
+
+
+def test_where_nothing_can_be_fitted_nothing_is_written(pair: Path, drafter: Path, monkeypatch) -> None:
+    before = hashes(drafter)
+
+    def rejects_all(stats: Any, positions: int) -> Any:
+        rounds = stack_rounds(stats, positions)
+        return rounds._replace(accepted=torch.zeros_like(rounds.accepted))
+
+    monkeypatch.setattr("dspark.evaluation.calibrate.stack_rounds", rejects_all)
+    code, _, stderr = run(*command(pair, drafter, "--temperature", 1))
+    assert code == 2
+    assert "No temperature could be fitted for decoding at temperature 1, so nothing is written" in stderr
+    assert "rounds that reached it rejected it" in stderr
+    assert hashes(drafter) == before
+
+
+def test_eval_says_that_it_runs_the_prompts_that_were_calibrated_on(pair: Path, drafter: Path, tmp_path: Path) -> None:
+    assert run(*command(pair, drafter, "--temperature", 1, "--limit", 5))[0] == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": f"{WORDS[3]} b"}) + "\n")
+    short = (
+        "--temperature",
+        0,
+        "--max-new-tokens",
+        4,
+        "--no-speed",
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+    )
+    models = ("--target", pair / "target", "--drafter", drafter)
+    told = []
+    for file in (pair / "ask.jsonl", other):
+        words = ["eval", *models, "--prompts", file, *short]
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        told.append(" ".join(result.stderr.split()))
+    assert "drafter was calibrated on 5 of these 8 prompts" in told[0]
+    assert "calibrated" not in told[1]
+    noted = json.loads((drafter / NOTE).read_text())["prompt_hashes"]
+    assert {key: {name: len(each) for name, each in sets.items()} for key, sets in noted.items()} == {"1": {"ask": 5}}
 
 
 def test_greedy_and_sampling_are_the_default_and_unfitted_positions_are_named(pair: Path, drafter: Path) -> None:
@@ -156,7 +219,8 @@ def test_a_copy_leaves_the_drafter_as_it_is(pair: Path, drafter: Path, tmp_path:
     assert code == 0, stderr
     assert hashes(drafter) == before
     after = hashes(tmp_path / "copy")
-    assert {name for name in after if after[name] != before[name]} == {"config.json"}
+    assert {name for name in before if after[name] != before[name]} == {"config.json"}
+    assert after.keys() - before.keys() == {NOTE}
     assert all(math.isfinite(t) for t in rows_of(tmp_path / "copy")["1"])
 
 
@@ -172,7 +236,7 @@ def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
     assert code == 0, stderr
     assert hashes(drafter) == before
     after = hashes(tmp_path / "copy")
-    assert {name for name in after if after[name] != before[name]} == {"config.json", "model.safetensors"}
+    assert {name for name in before if after[name] != before[name]} == {"config.json", "model.safetensors"}
     old, new = (DSparkDrafter.from_pretrained(path) for path in (drafter, tmp_path / "copy"))
     moved = {name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])}
     assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
@@ -249,7 +313,7 @@ def test_packing_gives_the_same_temperatures_and_stored_weights(pair: Path, draf
         (("--out", "{drafter}-copy", "--refit-head", "--limit", "4"), "that are not held out, got 3 of 4"),
         (("--held-out", "0"), "must lie between 0 and 1"),
         (("--held-out", "0.01"), "leave no prompt on one side"),
-        (("--limit", "1"), "leave no prompt on one side"),
+        (("--limit", "1"), "Give more prompts or another share (--held-out)."),
         (("--max-new-tokens", "5"), "24 rounds at most from 8 prompts of 5 new tokens are too few"),
         (("--temperature", "-1"), "`temperatures` must be at least 0"),
         (("--temperature", "1", "--temperature", "1"), "must name each value once"),

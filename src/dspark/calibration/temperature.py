@@ -39,6 +39,7 @@ class PositionFit:
         num_reached: Of those, the ones that had accepted all before it; only they tell about its own confidence.
         note: Why T_k was not fitted and is the previous position's (1 for the first), or that it lies at the end of
             the grid; None for an ordinary fit.
+        is_fitted: False: the temperature is the previous position's.
     """
 
     position: int
@@ -46,6 +47,7 @@ class PositionFit:
     num_rounds: int
     num_reached: int
     note: str | None = None
+    is_fitted: bool = True
 
 
 def fit_positions(
@@ -65,7 +67,7 @@ def fit_positions(
     fits = []
     for k in range(rounds.num_positions):
         note = _too_little(rounds, k, min_rounds)
-        if note is None:
+        if is_fitted := note is None:
             decided = rounds.is_decided(k)
             events = rounds.survived(k)[decided].double()
             previous = _fit(rounds.logits[decided, k], before[decided], events, num_bins)
@@ -74,7 +76,7 @@ def fit_positions(
         else:
             note = f"{note}: kept {'1' if k == 0 else 'the temperature before it'}"
         decided_count, reached_count = int(rounds.is_decided(k).sum()), int(rounds.is_reached(k).sum())
-        fits.append(PositionFit(k, previous, decided_count, reached_count, note))
+        fits.append(PositionFit(k, previous, decided_count, reached_count, note, is_fitted))
         before = before * (rounds.logits[:, k] / previous).sigmoid()
     return fits
 

@@ -14,14 +14,26 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..cpu import optimize_for_cpu
+from ..evaluation.calibrate import calibration_prompts
 from ..evaluation.evaluator import check_drafters, evaluate, part_of
-from ..evaluation.prompt_sets import SETS, Prompting, chat_ids, gather_prompts
+from ..evaluation.prompt_sets import SETS, Prompting, chat_ids, gather_prompts, prompt_hashes
 from ..evaluation.provenance import provenance, public_name
 from ..evaluation.report import build_report, has_unequal_ids
 from ..evaluation.report_files import write_report
 from ..evaluation.results import Results, ResultsLog, merge_results, write_results
 from ..evaluation.settings import SWEEP, EvaluationSettings
-from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, print_json
+from .common import (
+    Pack,
+    Threads,
+    bad_input_exits,
+    chosen_device,
+    err,
+    load_drafter,
+    load_target,
+    out,
+    print_json,
+    use_threads,
+)
 from .data import json_object, target_dtype
 from .eval_tables import print_report
 
@@ -33,7 +45,8 @@ def evaluate_command(
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the target's folder.")] = None,
     set_name: Annotated[
-        list[str], typer.Option("--set", help=f"Shipped prompt set: {', '.join(SETS)}. Repeatable. Default: all.")
+        list[str],
+        typer.Option("--set", help=f"Shipped prompt set: {', '.join(SETS)}. Repeatable. Default: all (50 prompts)."),
     ] = [],  # noqa: B006
     prompts: Annotated[
         list[Path],
@@ -67,10 +80,8 @@ def evaluate_command(
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,
-    pack: Annotated[
-        bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU, for plain runs too; ignored elsewhere.")
-    ] = True,
+    threads: Threads = None,
+    pack: Pack = True,
     out_folder: Annotated[
         Path | None,
         typer.Option(
@@ -87,6 +98,10 @@ def evaluate_command(
 
     Every prompt is answered plainly and with each drafter in turns, in this process, with the same cache and dtype;
     ids are compared before any speed-up is given. Run the same command again to go on after an interruption.
+
+    By default 50 prompts are answered with up to 256 tokens, greedily and at temperature 1, plainly and with the
+    drafter: the better part of an hour on two CPU cores for a target of 135 M parameters. Figures of the confidence
+    hold only on prompts the drafter was not calibrated on; `dspark calibrate` has the same default.
 
     Example: dspark eval --target path/or/id --drafter my-drafter --out evaluation
 
@@ -111,8 +126,8 @@ def evaluate_command(
                 dtype=target_dtype(dtype, where),
                 device=where,
             )
-            if threads is not None:
-                torch.set_num_threads(threads)
+            use_threads(threads)
+            _warn_of_calibration(plan)
             results = _run(plan, target, gguf_file, out_folder, wants_packing=pack)
     report = build_report(results)
     problem = write_report(report, out_folder) if out_folder is not None else None
@@ -137,6 +152,19 @@ class _Plan:
     sources: dict[str, str]
     dtype: torch.dtype
     device: str
+
+
+def _warn_of_calibration(plan: _Plan) -> None:
+    """Say which drafters were calibrated on prompts of this evaluation."""
+    hashes = {each for part in prompt_hashes(plan.texts).values() for each in part}
+    for label, source in plan.sources.items():
+        if shared := hashes & calibration_prompts(source):
+            err.print(
+                f"{label} was calibrated on {len(shared)} of these {len(hashes)} prompts: what follows says too much "
+                "good of its confidence (reliability, thresholds above 0). Accepted lengths at threshold 0 stand. "
+                "Calibrate on other prompts with `dspark calibrate --prompts FILE`, or evaluate on others.",
+                style="yellow", markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def _run(

@@ -5,20 +5,26 @@ Rounds of one prompt resemble each other, so prompts are held out, not rounds.
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..calibration import PositionFit, PositionReliability, fit_positions, position_reliability
 from ..calibration.temperature import MIN_ROUNDS
+from ..files import write_atomically
 from ..stats import SpeculationStats
+from .prompt_sets import prompt_hashes
 from .rounds import stack_rounds
 
+_NOTE = "calibrated_on.json"  # in the drafter's folder
+_WHAT = "dspark calibrate"
 _DIGITS = 4  # behind the point, of a temperature as it is written
 
 
@@ -51,6 +57,11 @@ class Calibration:
     def key(self) -> str:
         """Name in `DSparkConfig.confidence_temperatures`."""
         return f"{self.decoding_temperature:.6g}"
+
+    @property
+    def fitted(self) -> list[int]:
+        """Positions with a temperature of their own, 0-based; the others have the one before them."""
+        return [fit.position for fit in self.fits if fit.is_fitted]
 
     def mean_ece(self, figures: Sequence[PositionReliability]) -> float:
         """ECE over positions, weighted by their rounds as the reference does; NaN without any."""
@@ -95,7 +106,7 @@ def held_out_places(sizes: Sequence[int], share: float, seed: int) -> list[bool]
     if all(chosen) or not any(chosen):
         raise ValueError(
             f"{sum(sizes)} prompts and a held-out share of {share} leave no prompt on one side. Give more prompts or "
-            "another share."
+            "another share (--held-out)."
         )
     return chosen
 
@@ -117,7 +128,7 @@ def check_enough_prompts(is_held_out: Sequence[bool], max_new_tokens: int, fewes
     if fitted < fewest:
         raise ValueError(
             f"A head is fitted on at least {fewest} prompts that are not held out, got {fitted} of "
-            f"{len(is_held_out)}. Give more prompts or hold out a smaller share."
+            f"{len(is_held_out)}. Give more prompts or hold out a smaller share (--held-out)."
         )
 
 
@@ -125,7 +136,8 @@ def _check_enough(count: int, what: str) -> None:
     if count < MIN_ROUNDS:
         raise ValueError(
             f"{count} {what} are too few to calibrate with: at least {MIN_ROUNDS} beside the held-out ones are "
-            "needed, and thousands for deep positions. Give more prompts or more new tokens."
+            "needed, and thousands for deep positions. Give more prompts or more new tokens (--max-new-tokens), or "
+            "hold out a smaller share (--held-out)."
         )
 
 
@@ -148,7 +160,7 @@ def calibrate_rounds(
             judged on them, while the figures before are those of the head as it was.
 
     Raises:
-        ValueError: Too few rounds to fit even the first position.
+        ValueError: Nothing can be fitted: too few rounds, or all of them end alike.
     """
     parts = [[s for s, out in zip(stats, is_held_out, strict=True) if out is wanted] for wanted in (False, True)]
     fitted, judged = (stack_rounds(part, num_draft_tokens) for part in parts)
@@ -160,6 +172,12 @@ def calibrate_rounds(
         )
     _check_enough(len(fitted.logits), f"rounds at temperature {temperature:g}")
     fits = fit_positions(fitted.logits, fitted.accepted, verified_lengths=fitted.verified)
+    if not any(fit.is_fitted for fit in fits):
+        raise ValueError(
+            f"No temperature could be fitted for decoding at temperature {temperature:g}, so nothing is written: of "
+            f"{len(fitted.logits)} rounds at the first position, {fits[0].note}. Give more prompts or more new tokens "
+            "(--max-new-tokens), or leave this --temperature out."
+        )
     fits = [replace(fit, temperature=round(fit.temperature, _DIGITS)) for fit in fits]
     before, after = (
         position_reliability(part.logits, part.accepted, verified_lengths=part.verified, temperatures=row)
@@ -177,10 +195,52 @@ def calibrate_rounds(
     )
 
 
+def note_prompts(
+    folder: str | Path, sets: Mapping[str, Sequence[str]], keys: Sequence[str], kept: Sequence[str]
+) -> None:
+    """Note in a drafter's folder which prompts its temperatures were fitted and judged on.
+
+    Args:
+        folder: The drafter's.
+        sets: The prompts.
+        keys: Names of the lists in `DSparkConfig.confidence_temperatures` that come from them.
+        kept: Names of all lists there are; what is noted of others is dropped.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path, hashes = Path(folder) / _NOTE, prompt_hashes(sets)
+    noted = {key: value for key, value in _noted(path).items() if key in kept} | dict.fromkeys(keys, hashes)
+    text = json.dumps({"what": _WHAT, "prompt_hashes": noted}, indent=1) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def calibration_prompts(folder: str | Path) -> set[str]:
+    """Hashes of the prompts that a drafter in a local folder was calibrated on, as far as is noted there."""
+    noted = _noted(Path(folder) / _NOTE).values()
+    return {each for sets in noted for hashes in sets.values() for each in hashes}
+
+
+def _noted(path: Path) -> dict[str, dict[str, list[str]]]:
+    """Hashes by decoding temperature and set; of a missing or foreign file nothing."""
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note["prompt_hashes"] if isinstance(note, dict) and note.get("what") == _WHAT else {}
+
+
 def _joined(logits: Sequence[torch.Tensor], is_held_out: Sequence[bool], wanted: bool) -> torch.Tensor:
     """Logits of the prompts on one side, one after another, float64."""
     side = [part.double().flatten() for part, out in zip(logits, is_held_out, strict=True) if out is wanted]
     return torch.cat(side) if side else torch.zeros(0, dtype=torch.float64)
 
 
-__all__ = ["Calibration", "calibrate_rounds", "check_enough_prompts", "held_out_places"]
+__all__ = [
+    "Calibration",
+    "calibrate_rounds",
+    "calibration_prompts",
+    "check_enough_prompts",
+    "held_out_places",
+    "note_prompts",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -97,6 +98,11 @@ def gather_prompts(
     return sets
 
 
+def prompt_hashes(sets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """A hash per prompt, by set: what was calibrated on is told from what is evaluated on by these."""
+    return {name: [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts] for name, texts in sets.items()}
+
+
 def chat_ids(tokenizer: Any, prompt: str, prompting: Prompting | None = None) -> Any:
     """Token ids int64 `[1, P]` of a user turn under the tokenizer's chat template, generation prompt included.
 
@@ -114,4 +120,4 @@ def chat_ids(tokenizer: Any, prompt: str, prompting: Prompting | None = None) ->
     ).input_ids
 
 
-__all__ = ["SETS", "Prompting", "chat_ids", "gather_prompts", "read_prompts", "sample_prompts"]
+__all__ = ["SETS", "Prompting", "chat_ids", "gather_prompts", "prompt_hashes", "read_prompts", "sample_prompts"]

@@ -58,7 +58,10 @@ def hold_out(data: Any, count: int, seed: int) -> Split:
         DataError: Nothing would be left to train on.
     """
     if count >= len(data):
-        raise DataError(f"{count} sequences cannot be held out of {len(data)}: none would be left to train on.")
+        raise DataError(
+            f"{count} sequences cannot be held out of {len(data)}: none would be left to train on. Hold out fewer "
+            "(--held-out), or give more data."
+        )
     generator = torch.Generator().manual_seed(mix(seed, _HELD_OUT))
     chosen = set(torch.randperm(len(data), generator=generator)[:count].tolist())
     lengths = sequence_lengths(data)

@@ -1,0 +1,53 @@
+"""What `dspark calibrate` shows: what was fitted, and what calibration does on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+
+from rich.table import Table
+
+from ..calibration import PositionReliability
+from ..evaluation.calibrate import Calibration
+
+
+def survival_table(calibration: Calibration) -> Table:
+    """Figures by draft position."""
+    table = Table(
+        title=f"Survival at temperature {calibration.key}: fitted on {calibration.num_fit_rounds} rounds, judged on "
+        f"{calibration.num_held_out_rounds} rounds of held-out prompts, accepted length "
+        f"{calibration.mean_acceptance_length:.2f}",
+        caption="reached: rounds of the fit that accepted every draft before it; verified: held-out rounds that "
+        "verified it; accepted: the share of these that accepted it and every draft before it",
+    )
+    for column in ("pos.", "T", "reached", "verified", "accepted", "ECE\nraw", "ECE\nnew", "AUC\nraw", "AUC\nnew"):
+        table.add_column(column, justify="right")
+    for fit, before, after in zip(calibration.fits, calibration.before, calibration.after, strict=True):
+        table.add_row(
+            str(fit.position + 1), f"{fit.temperature:.2f}", str(fit.num_reached), str(before.num_rounds),
+            _percent(before.observed), _percent(before.ece), _percent(after.ece), _area(before), _area(after),
+        )  # fmt: skip
+    table.add_section()
+    means = [_percent(calibration.mean_ece(part)) for part in (calibration.before, calibration.after)]
+    table.add_row("mean", "", "", "", "", *means, "", "")
+    return table
+
+
+def fitted_positions(calibration: Calibration) -> str:
+    """Which positions got a temperature of their own, 1-based."""
+    total, fitted = len(calibration.fits), calibration.fitted
+    what = f"temperatures for decoding at {calibration.key}"
+    if len(fitted) == total:
+        return f"{what} fitted at all {total} positions"
+    named = ", ".join(str(position + 1) for position in fitted)
+    return f"{what} fitted at {len(fitted)} of {total} positions ({named}); each other keeps the one before it"
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
+def _area(figures: PositionReliability) -> str:
+    return "-" if math.isnan(figures.auc) else f"{figures.auc:.2f}"
+
+
+__all__ = ["fitted_positions", "survival_table"]
