@@ -67,7 +67,7 @@ class Import(NamedTuple):
 
 def place(parts: list[str]) -> str:
     """`package.file` of a dotted path below `dspark`: files beside the packages belong to "modeling"."""
-    if not parts:
+    if parts in ([], ["__main__"]):
         return "dspark"
     if parts[0] == "conversion" or (SOURCE / parts[0]).is_dir():
         return ".".join(parts[:2])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from dspark import DSparkDrafter
 from dspark.cli import app
+from dspark.scheduling import ThroughputCurve
 from tests.scripted import drafter_config
 
 runner = CliRunner()
@@ -64,6 +67,33 @@ def test_generate_json_equals_plain_text(pair: dict[str, str]) -> None:
     assert value["speculative_decoding"]["num_new_tokens"] == plain.shape[1] - ids.shape[1]
 
 
+def test_a_curve_is_for_policies_that_look_at_one(pair: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    curve = ThroughputCurve()
+    for tokens in (1, 8):
+        curve.learn(tokens, 1.0 if tokens == 1 else 100.0)  # a pass over drafts never pays
+    curve.save(path)
+    models = ["--target", pair["target"], "--drafter", pair["drafter"], "--max-new-tokens", "12", "--threads", "1"]
+    args = ["generate", "hello", *models, "--json"]
+    result = runner.invoke(app, [*args, "--curve", str(path), "--policy", "scheduled"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["speculative_decoding"]["num_draft_tokens"] == 0
+    for more, words in (
+        (["--curve", str(path)], "--policy is threshold. Add --policy scheduled"),
+        (["--curve", str(tmp_path / "none.json"), "--policy", "auto"], "`dspark profile --target ... --drafter"),
+    ):
+        result = runner.invoke(app, [*args, *more])
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "trace", "doctor", "eval", "calibrate", "profile", "data", "train"])
+def test_threads_and_packing_are_options_everywhere(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert {"--threads", "--target"} <= set(re.findall(r"--[a-z][a-z-]+", result.output))
+    assert re.search(r"--no-pack\b", result.output)
+
+
 def demo_args(pair: dict[str, str]) -> list[str]:
     models = ["--target", pair["target"], "--drafter", pair["drafter"]]
     return ["demo", *models, "--prompts", "1", "--max-new-tokens", "6", "--threads", "1"]
@@ -112,8 +142,11 @@ def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
     [
         (["inspect", "{target}"], "not a DSpark drafter"),
         (["inspect", "no/such/folder/here"], "error"),
-        (["data", "{target}", "--out", "x.jsonl"], "give --prompts FILE, or --self-prompts N"),
-        (["data", "{target}", "--out", "x.jsonl", "--template-args", "{{"], "--template-args must be a JSON object"),
+        (["data", "--target", "{target}", "--out", "x.jsonl"], "give --prompts FILE, or --self-prompts N"),
+        (
+            ["data", "--target", "{target}", "--out", "x.jsonl", "--template-args", "{{"],
+            "--template-args must be a JSON object",
+        ),
         (["inspect", "/no/such/folder"], "There is no folder /no/such/folder"),
         (["generate", "x", "--target", "/nope", "--drafter", "{drafter}"], "There is no folder /nope"),
         (["generate", "x", "--target", "{drafter}", "--drafter", "{drafter}"], "No tokenizer could be loaded from"),
@@ -132,9 +165,22 @@ def test_bad_input_exits_with_2_and_says_why(pair: dict[str, str], args: list[st
 
 def test_a_folder_with_a_gguf_file_says_how_to_name_it(pair: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "some.gguf").touch()
-    result = runner.invoke(app, ["generate", "x", "--target", str(tmp_path), "--drafter", pair["drafter"]])
-    assert result.exit_code == 2
-    assert "some.gguf: name it with --gguf-file" in " ".join(result.output.split())
+    file = str(tmp_path / "some.gguf")
+    for target, gguf, words in (
+        (str(tmp_path), [], "some.gguf: name it with --gguf-file"),
+        (str(tmp_path), ["--gguf-file", "sone.gguf"], "has no file 'sone.gguf' (--gguf-file). There are: some.gguf."),
+        (pair["target"], ["--gguf-file", "some.gguf"], "It holds no GGUF file: leave --gguf-file out."),
+        (file, [], f"Name its folder with --target {tmp_path} and a GGUF file in it with --gguf-file some.gguf."),
+    ):
+        result = runner.invoke(app, ["generate", "x", "--target", target, "--drafter", pair["drafter"], *gguf])
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split())
+
+
+def test_the_package_runs_as_a_module() -> None:
+    run = subprocess.run([sys.executable, "-m", "dspark", "--help"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "calibrate" in run.stdout
 
 
 def test_help_shows_the_form_of_a_prompt_file() -> None:

@@ -28,7 +28,7 @@ def target(tmp_path_factory) -> Path:
 
 def test_the_target_writes_its_own_prompts_and_answers_them(target, tmp_path) -> None:
     out, features = tmp_path / "answers.jsonl", tmp_path / "features"
-    command = ("data", target, "--self-prompts", 6, "--out", out, "--max-new-tokens", 5, "--batch-size", 4)
+    command = ("data", "--target", target, "--self-prompts", 6, "--out", out, "--max-new-tokens", 5, "--batch-size", 4)
     code, stdout, stderr = run(*command, "--features", features, "--target-layers", "0,1,3", "--json")
     assert code == 0, stderr
     assert json.loads(stdout)["written"] == 6
@@ -49,7 +49,7 @@ def test_the_target_writes_its_own_prompts_and_answers_them(target, tmp_path) ->
 
 
 def test_an_interrupted_run_keeps_its_turns(target, tmp_path) -> None:
-    command = ("data", target, "--self-prompts", 5, "--max-new-tokens", 2, "--batch-size", 4, "--out")
+    command = ("data", "--target", target, "--self-prompts", 5, "--max-new-tokens", 2, "--batch-size", 4, "--out")
     run(*command, tmp_path / "a.jsonl")
     turns = (tmp_path / "a-prompts.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b-prompts.jsonl").write_text("".join(turns[:2]) + turns[2][:10])
@@ -85,7 +85,7 @@ def test_a_target_that_repeats_itself_is_named(target, tmp_path) -> None:
 )
 def test_bad_requests_exit_with_2(target, tmp_path, monkeypatch, options, message) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, stderr = run("data", target, "--out", tmp_path / "out.jsonl", *options)
+    code, _, stderr = run("data", "--target", target, "--out", tmp_path / "out.jsonl", *options)
     assert code == 2
     assert message in stderr
     assert not list(tmp_path.iterdir())

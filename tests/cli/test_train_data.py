@@ -31,8 +31,8 @@ def target(tmp_path_factory) -> Path:
 def test_answers_are_the_targets_greedy_continuation(target, tmp_path) -> None:
     out = tmp_path / "answers.jsonl"
     code, stdout, _ = run(
-        "data", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 12, "--batch-size", 4,
-        "--json",
+        "data", "--target", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 12,
+        "--batch-size", 4, "--json",
     )  # fmt: skip
     assert code == 0
     told = json.loads(stdout)
@@ -51,7 +51,7 @@ def test_answers_are_the_targets_greedy_continuation(target, tmp_path) -> None:
 
 def test_second_run_adds_what_is_missing(target, tmp_path) -> None:
     out, ask = tmp_path / "answers.jsonl", prompt_file(tmp_path)
-    command = ("data", target, "--prompts", ask, "--out", out, "--max-new-tokens", 6, "--temperature", 0,
+    command = ("data", "--target", target, "--prompts", ask, "--out", out, "--max-new-tokens", 6, "--temperature", 0,
                "--temperature", 0.8, "--each", "--batch-size", 2)  # fmt: skip
     assert run(*command)[0] == 0
     whole = records(out)
@@ -79,7 +79,7 @@ def test_second_run_adds_what_is_missing(target, tmp_path) -> None:
 def test_prompts_with_the_same_ids_are_answered_once(target, tmp_path) -> None:
     out = tmp_path / "answers.jsonl"
     files = ("--prompts", prompt_file(tmp_path), "--prompts", prompt_file(tmp_path, "again", 8, offset=4))
-    code, stdout, _ = run("data", target, *files, "--out", out, "--max-new-tokens", 2, "--json")
+    code, stdout, _ = run("data", "--target", target, *files, "--out", out, "--max-new-tokens", 2, "--json")
     told = json.loads(stdout)
     assert (code, told["prompts"], told["duplicates"], told["written"]) == (0, 14, 2, 12)
     assert len({tuple(record["prompt_ids"]) for record in records(out)}) == 12
@@ -89,8 +89,8 @@ def test_each_prompt_gets_one_temperature_by_the_seed(target, tmp_path) -> None:
     chosen = []
     for place, seed in enumerate((1, 1, 2)):
         out = tmp_path / f"answers-{place}.jsonl"
-        run("data", target, "--prompts", prompt_file(tmp_path, count=40), "--out", out, "--max-new-tokens", 2,
-            "--temperature", 0, "--temperature", 1.5, "--seed", seed, "--batch-size", 20)  # fmt: skip
+        run("data", "--target", target, "--prompts", prompt_file(tmp_path, count=40), "--out", out,
+            "--max-new-tokens", 2, "--temperature", 0, "--temperature", 1.5, "--seed", seed, "--batch-size", 20)  # fmt: skip
         chosen.append({record["index"]: (record["temperature"], record["answer_ids"]) for record in records(out)})
     assert chosen[0] == chosen[1]
     temperatures = [[chosen[run][i][0] for i in range(40)] for run in (0, 2)]
@@ -102,7 +102,7 @@ def test_sampling_is_plain(target, tmp_path) -> None:
     """The target's own top_k=1 must not turn sampling into greedy."""
     out = tmp_path / "answers.jsonl"
     run(
-        "data", target, "--prompts", prompt_file(tmp_path, count=20), "--out", out, "--max-new-tokens", 8,
+        "data", "--target", target, "--prompts", prompt_file(tmp_path, count=20), "--out", out, "--max-new-tokens", 8,
         "--temperature", 0, "--temperature", 5, "--each", "--batch-size", 20,
     )  # fmt: skip
     by_temperature: dict = {}
@@ -113,10 +113,13 @@ def test_sampling_is_plain(target, tmp_path) -> None:
 
 def test_answers_of_other_prompts_are_not_mixed(target, tmp_path) -> None:
     out = tmp_path / "answers.jsonl"
-    assert run("data", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 2)[0] == 0
+    assert (
+        run("data", "--target", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 2)[0]
+        == 0
+    )
     other = prompt_file(tmp_path, offset=30)
     before = out.read_bytes()
-    code, _, stderr = run("data", target, "--prompts", other, "--out", out, "--max-new-tokens", 2)
+    code, _, stderr = run("data", "--target", target, "--prompts", other, "--out", out, "--max-new-tokens", 2)
     assert code == 2
     assert "another prompt under source 'ask'" in stderr
     assert out.read_bytes() == before
@@ -138,25 +141,31 @@ def test_answers_of_other_prompts_are_not_mixed(target, tmp_path) -> None:
 def test_bad_requests_for_data_exit_with_2(target, tmp_path, line, options, message) -> None:
     path = tmp_path / "ask.jsonl"
     path.write_text(line + "\n")
-    code, _, stderr = run("data", target, "--prompts", path, "--out", tmp_path / "out.jsonl", *options)
+    code, _, stderr = run("data", "--target", target, "--prompts", path, "--out", tmp_path / "out.jsonl", *options)
     assert code == 2
     assert message in stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_missing_files_and_targets_exit_with_2(target, tmp_path) -> None:
-    code, _, stderr = run("data", target, "--prompts", tmp_path / "no.jsonl", "--out", tmp_path / "out.jsonl")
+    code, _, stderr = run(
+        "data", "--target", target, "--prompts", tmp_path / "no.jsonl", "--out", tmp_path / "out.jsonl"
+    )
     assert (code, "no.jsonl is not a file" in stderr) == (2, True)
     ask = prompt_file(tmp_path)
-    code, _, stderr = run("data", tmp_path / "no-target", "--prompts", ask, "--out", tmp_path / "out.jsonl")
+    code, _, stderr = run(
+        "data", "--target", tmp_path / "no-target", "--prompts", ask, "--out", tmp_path / "out.jsonl"
+    )
     assert (code, "no-target" in stderr) == (2, True)
-    code, _, stderr = run("data", target, "--prompts", ask, "--prompts", ask, "--out", tmp_path / "out.jsonl")
+    code, _, stderr = run(
+        "data", "--target", target, "--prompts", ask, "--prompts", ask, "--out", tmp_path / "out.jsonl"
+    )
     assert (code, "ask is given twice" in stderr) == (2, True)
 
 
 def test_prompt_and_template_options(target, tmp_path) -> None:
     out = tmp_path / "answers.jsonl"
-    command = ("data", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 2)
+    command = ("data", "--target", target, "--prompts", prompt_file(tmp_path), "--out", out, "--max-new-tokens", 2)
     code, stdout, _ = run(*command, "--raw", "--limit", 2, "--json")
     assert (code, json.loads(stdout)["written"]) == (0, 2)
     assert all(len(record["prompt_ids"]) == 3 for record in records(out))

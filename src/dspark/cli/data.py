@@ -11,11 +11,11 @@ import torch
 import typer
 
 from ..cpu import packed
-from .common import bad_input_exits, chosen_device, err, load_target, parse_dtype, print_json
+from .common import Threads, bad_input_exits, chosen_device, err, load_target, parse_dtype, print_json, use_threads
 
 
 def data(
-    target: Annotated[str, typer.Argument(help="The target: a folder or a Hub id.")],
+    target: Annotated[str, typer.Option(help="The target: a folder or a Hub id.")],
     out: Annotated[Path, typer.Option(help="File of answers, one JSON object a line. An existing one is added to.")],
     prompts: Annotated[
         list[Path] | None,
@@ -27,8 +27,8 @@ def data(
     self_prompts: Annotated[
         int | None,
         typer.Option(
-            help="Have TARGET write this many user turns itself, by sampling behind its chat template; they are kept "
-            "in OUT's name with -prompts."
+            help="Have the target write this many user turns itself, by sampling behind its chat template; they are "
+            "kept in OUT's name with -prompts."
         ),
     ] = None,
     features: Annotated[
@@ -42,9 +42,12 @@ def data(
         str | None,
         typer.Option(help="Layers to store, e.g. 1,9,17 (0-based). Default: 5, evenly spaced in 1..N-3."),
     ] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in TARGET; it is dequantised.")] = None,
+    gguf_file: Annotated[
+        str | None, typer.Option(help="Name of a GGUF file in the target's folder; it is dequantised.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, else bf16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    threads: Threads = None,
     temperature: Annotated[
         list[float],
         typer.Option(
@@ -78,8 +81,8 @@ def data(
     already in the file are kept, a half-written last line is dropped, prompts with the same ids are answered once.
 
     Examples:
-    dspark data Qwen/Qwen3-4B --prompts gsm8k.jsonl --out answers.jsonl --temperature 0 --temperature 0.8
-    dspark data Qwen/Qwen3-4B --self-prompts 2000 --out answers.jsonl --features features
+    dspark data --target Qwen/Qwen3-4B --prompts gsm8k.jsonl --out answers.jsonl --temperature 0 --temperature 0.8
+    dspark data --target Qwen/Qwen3-4B --self-prompts 2000 --out answers.jsonl --features features
 
     Exit codes: 0 done, 2 bad input (no such file, no chat template, a file of other answers, ...).
     """
@@ -87,7 +90,7 @@ def data(
     from ..training.prompts import AnswerSettings, read_prompts
     from ..training.self_prompts import write_self_prompts
 
-    started = time.monotonic()
+    started = writing = time.monotonic()
     with bad_input_exits():
         settings = AnswerSettings(
             temperatures=tuple(temperature),
@@ -106,24 +109,29 @@ def data(
         questions = read_prompts(prompts or [], limit) if prompts or self_prompts is None else []
         layers = parse_layers(target_layers)
         device = chosen_device(device)
+        use_threads(threads)
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, device))
         torch.nn.Module.to(model, device)
         writer = None if features is None else _writer(model, features, layers, feature_dtype)
+        writing = time.monotonic()
         with packed(model, wanted=pack_target):
             if self_prompts is not None:
                 own = out.with_name(f"{out.stem}-prompts.jsonl")
                 write_self_prompts(model, tokenizer, own, self_prompts, settings)
                 questions += read_prompts([own], self_prompts)
             counts = write_answers(model, tokenizer, questions, out, settings, writer)
-    seconds = time.monotonic() - started
+    ended = time.monotonic()
+    seconds = ended - started
     err.print(
-        f"{out}: {counts.written} answers written ({counts.tokens} tokens, {seconds:.0f} s), {counts.present} there "
-        f"before, {counts.duplicates} duplicate prompts, {counts.too_long} too long",
+        f"{out}: {counts.written} answers written ({counts.tokens} tokens; {ended - writing:.0f} s of writing, "
+        f"{seconds:.0f} s with loading), {counts.present} there before, {counts.duplicates} duplicate prompts, "
+        f"{counts.too_long} too long",
         highlight=False,
         soft_wrap=True,
     )
     if as_json:
-        print_json({"out": str(out), "seconds": round(seconds, 1), **counts.as_dict()})
+        times = {"seconds": round(seconds, 1), "writing_seconds": round(ended - writing, 1)}
+        print_json({"out": str(out), **times, **counts.as_dict()})
 
 
 def _writer(model: Any, folder: Path, layers: list[int] | None, dtype: str) -> Any:

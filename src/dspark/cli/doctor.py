@@ -14,7 +14,19 @@ from ..cpu import packed
 from ..evaluation import SETS, chat_ids, read_prompts, sample_prompts
 from ..evaluation.doctor import Diagnosis, diagnose
 from ..evaluation.prompt_sets import Prompting
-from .common import bad_input_exits, chosen_device, err, load_drafter, load_target, out, parse_dtype, print_json
+from .common import (
+    Pack,
+    Threads,
+    bad_input_exits,
+    chosen_device,
+    err,
+    load_drafter,
+    load_target,
+    out,
+    parse_dtype,
+    print_json,
+    use_threads,
+)
 
 
 def doctor(
@@ -29,6 +41,8 @@ def doctor(
     max_new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per prompt.")] = 96,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
+    threads: Threads = None,
+    pack: Pack = True,
     expect: Annotated[
         float | None, typer.Option(help="Accepted length to compare with. Default: the drafter's own report.")
     ] = None,
@@ -46,12 +60,13 @@ def doctor(
     with bad_input_exits():
         device = chosen_device(device)
         texts = _texts(prompts, limit)
+        use_threads(threads)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))
         model.to(device)
         draft.to(device)
         forms = {name: [ids.to(device) for ids in form] for name, form in _forms(tokenizer, texts).items()}
-        with err.status("doctor") as status, packed(model):
+        with err.status("doctor") as status, packed(model, wanted=pack):
             result = diagnose(
                 model,
                 draft,

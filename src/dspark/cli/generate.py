@@ -10,14 +10,17 @@ from transformers import TextStreamer
 
 from ..cpu import optimize_for_cpu
 from ..evaluation import chat_ids
-from ..speculation import SpeculationConfig
 from .common import (
+    Curve,
     MaxNewTokens,
+    Pack,
     PolicyName,
     Seed,
     Temperature,
+    Threads,
     Threshold,
     bad_input_exits,
+    chosen_curve,
     chosen_device,
     err,
     load_drafter,
@@ -25,6 +28,8 @@ from .common import (
     out,
     parse_dtype,
     print_json,
+    speculation,
+    use_threads,
 )
 
 
@@ -39,12 +44,12 @@ def generate(
     temperature: Temperature = 0.0,
     threshold: Threshold = 0.0,
     policy: PolicyName = "threshold",
+    curve: Curve = None,
     seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
-    pack: Annotated[
-        bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")
-    ] = True,
+    threads: Threads = None,
+    pack: Pack = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text and statistics as JSON instead of streaming.")
     ] = False,
@@ -56,7 +61,8 @@ def generate(
     Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
     """
     with bad_input_exits():
-        settings = SpeculationConfig(policy, assistant_confidence_threshold=threshold)  # type: ignore[arg-type]
+        settings = speculation(policy, threshold, chosen_curve(curve, policy))
+        use_threads(threads)
         device = chosen_device(device)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))

@@ -15,17 +15,22 @@ from ..cpu import packed
 from ..evaluation import chat_ids
 from ..evaluation.provenance import public_name
 from ..plain_decoding import plain_law
+from ..scheduling import ThroughputCurve
 from ..speculation import Policy, SpeculationConfig
 from ..trace import Trace, build_trace, load, save, terminal_view, write_page
 from ..trace.figures import figures
 from .common import (
+    Curve,
     MaxNewTokens,
+    Pack,
     PolicyName,
     Seed,
     Temperature,
+    Threads,
     Threshold,
     bad_input_exits,
     check_out_file,
+    chosen_curve,
     chosen_device,
     err,
     load_drafter,
@@ -33,6 +38,8 @@ from .common import (
     out,
     parse_dtype,
     print_json,
+    speculation,
+    use_threads,
 )
 
 
@@ -62,13 +69,12 @@ def trace(
         float | None, typer.Option(min=0, max=1, help="The same for --against. Default: as --threshold.")
     ] = None,
     policy: PolicyName = "threshold",
+    curve: Curve = None,
     seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of all models. Default: cuda where there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.")] = None,
-    pack: Annotated[
-        bool, typer.Option("--pack/--no-pack", help="Pack linears for the CPU (ignored on other devices).")
-    ] = True,
+    threads: Threads = None,
+    pack: Pack = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures of each trace as JSON.")] = False,
 ) -> None:
     """Show an answer of TARGET by how it came about: which drafts stood, which were refused and what came instead.
@@ -90,10 +96,9 @@ def trace(
         else:
             if target is None or drafter is None or prompt is None:
                 raise ValueError("Give --target, --drafter and --prompt, or --from FILE.")
-            runs = _runs(drafter, policy, threshold, against, against_threshold)
+            runs = _runs(drafter, policy, threshold, against, against_threshold, curve)
             how = _How(prompt, max_new_tokens, temperature, seed, dtype, chosen_device(device), pack)
-            if threads is not None:
-                torch.set_num_threads(threads)
+            use_threads(threads)
             with err.status("trace") as status:
                 traces = _record(target, gguf_file, runs, how, status.update)
         _write(traces, page, file)
@@ -148,25 +153,28 @@ class _How:
 
 
 def _runs(
-    drafter: str, policy: str, threshold: float, against: str | None, against_threshold: float | None
+    drafter: str,
+    policy: str,
+    threshold: float,
+    against: str | None,
+    against_threshold: float | None,
+    curve: str | None,
 ) -> list[_Run]:
     """What is to be traced; a name among the policies means the policy, write `./auto` for a folder of that name."""
     if against is None and against_threshold is not None:
         raise ValueError("--against-threshold needs --against.")
-    runs = [_Run(drafter, _settings(policy, threshold))]
+    others_policy = against if against in get_args(Policy) else None
+    known = chosen_curve(curve, policy, *filter(None, [others_policy]))
+    runs = [_Run(drafter, _settings(policy, threshold, known))]
     if against is not None:
         other = threshold if against_threshold is None else against_threshold
-        is_policy = against in get_args(Policy)
-        runs.append(_Run(drafter if is_policy else against, _settings(against if is_policy else policy, other)))
+        settings = _settings(others_policy or policy, other, known)
+        runs.append(_Run(drafter if others_policy else against, settings))
     return runs
 
 
-def _settings(policy: str, threshold: float) -> SpeculationConfig:
-    return SpeculationConfig(
-        policy,  # type: ignore[arg-type]
-        assistant_confidence_threshold=threshold,
-        record_trace=True,
-    )
+def _settings(policy: str, threshold: float, curve: ThroughputCurve | None) -> SpeculationConfig:
+    return speculation(policy, threshold, curve, record_trace=True)
 
 
 def _record(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import train_options as opt
-from .common import bad_input_exits, chosen_device, err, load_target, print_json
+from .common import Threads, bad_input_exits, chosen_device, err, load_target, print_json, use_threads
 from .data import parse_layers, target_dtype
 
 
@@ -17,6 +17,7 @@ def train(
     gguf_file: opt.GgufFile = None,
     dtype: opt.Dtype = "auto",
     device: opt.Device = None,
+    threads: Threads = None,
     pack_target: opt.PackTarget = True,
     target_name: opt.TargetName = None,
     data: opt.Data = None,
@@ -92,6 +93,7 @@ def train(
     with bad_input_exits():
         request = _request(options)
         checkpoint = check_places(request)
+        use_threads(threads)
         model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, request.config.device.type))
         torch.nn.Module.to(model, request.config.device)
         run = prepare(request, model, tokenizer, checkpoint, err)

@@ -1,0 +1,5 @@
+"""`python -m dspark`, as the `dspark` command."""
+
+from .cli import main
+
+main()
