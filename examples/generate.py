@@ -1,6 +1,6 @@
 """Generate with a drafter, and see what it did.
 
-    python examples/generate.py "Why is the sky blue?"
+    python examples/generate.py "Name three prime numbers."
 
 The ids are those of plain `generate`; what changes is how many passes of the target they take.
 """

@@ -135,6 +135,7 @@ def test_each_temperature_gets_a_list_and_others_are_kept(pair: Path, drafter: P
     assert sorted(path.name for path in tmp_path.glob("sts*")) == ["sts-t0.5.json", "sts-t1.json"]
     assert from_json((tmp_path / "sts-t1.json").read_text()).temperatures == tuple(first["1"])
     assert "reached" in stdout
+    assert "…" not in stdout  # nothing is cut off in 80 columns
     for temperature in ("1", "0.5"):
         assert re.search(rf"for decoding at {temperature} fitted at (all 4|[1-3] of 4) positions", stderr)
     assert run(*command(pair, drafter, "--temperature", 0.5, "--seed", 3))[0] == 0

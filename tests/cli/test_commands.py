@@ -112,6 +112,7 @@ def test_demo_streams_and_prints_tables(pair: dict[str, str]) -> None:
     assert result.exit_code == 0, result.output
     for text in ("equal to plain generate", "Where a round's time goes", "gsm8k"):
         assert text in result.output
+    assert "…" not in result.output  # nothing is cut off in 80 columns
 
 
 def test_doctor_names_what_is_wrong(pair: dict[str, str]) -> None:
@@ -125,6 +126,7 @@ def test_doctor_names_what_is_wrong(pair: dict[str, str]) -> None:
     assert {suspect["name"] for suspect in found["suspects"]} >= {"anchor convention (slot 0 ignored)"}
     shown = runner.invoke(app, args)
     assert shown.output.index("7.50") < shown.output.index("changed")
+    assert "…" not in shown.output
     missing = runner.invoke(app, [*args, "--prompts", "no/such.jsonl"])
     assert missing.exit_code == 2
 
@@ -134,7 +136,9 @@ def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
     assert facts["block_size"] == 7
     assert facts["borrows_from_target"] == ["embedding", "LM head"]
     assert facts["tensors"] > 10
-    assert "block_size" in runner.invoke(app, ["inspect", pair["drafter"]]).output
+    shown = runner.invoke(app, ["inspect", pair["drafter"]]).output
+    assert "block_size" in shown
+    assert "…" not in shown
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def test_each_prompt_gets_one_temperature_by_the_seed(target, tmp_path) -> None:
     for place, seed in enumerate((1, 1, 2)):
         out = tmp_path / f"answers-{place}.jsonl"
         run("data", "--target", target, "--prompts", prompt_file(tmp_path, count=40), "--out", out,
-            "--max-new-tokens", 2, "--temperature", 0, "--temperature", 1.5, "--seed", seed, "--batch-size", 20)  # fmt: skip
+            "--max-new-tokens", 2, "--temperature", 0, "--temperature", 1.5, "--seed", seed,
+            "--batch-size", 20)  # fmt: skip
         chosen.append({record["index"]: (record["temperature"], record["answer_ids"]) for record in records(out)})
     assert chosen[0] == chosen[1]
     temperatures = [[chosen[run][i][0] for i in range(40)] for run in (0, 2)]
@@ -247,8 +248,10 @@ def test_features_alone_train_and_a_drafter_can_be_trained_on(target, tmp_path) 
     assert code == 0
     assert DSparkDrafter.from_pretrained(tmp_path / "one").config.target_layer_ids == [0, 1, 3]
     again = ("--init", tmp_path / "one", "--device", "cpu")
-    code, _, _ = run("train", *where, "--out", tmp_path / "two", *again, "--steps", 2)
+    code, _, stderr = run("train", *where, "--out", tmp_path / "two", *again, "--steps", 2)
     assert code == 0
+    assert "step 2/2" in stderr  # fewer steps than between two log entries
+    assert "tau" in stderr
     code, _, stderr = run("train", *where, "--out", tmp_path / "three", *again, "--layers", 2)
     assert (code, "leave out --layers" in stderr) == (2, True)
 

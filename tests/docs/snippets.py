@@ -71,6 +71,7 @@ def build_world(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(place)
     words.prompt_file(folder, "prompts", 4)
+    words.prompt_file(folder, "more", 4, offset=20)
     tiny.write_answers(folder / "mine.jsonl", 8)
     curve = ThroughputCurve()
     for tokens in (1, 2, 4):

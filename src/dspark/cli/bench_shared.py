@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from ..cpu import optimize_for_cpu
 from .common import GPU, Curve, Threads, chosen_device, load_curve, load_drafter, load_target, out, use_threads
 from .data import target_dtype
+from .tables import print_table
 
 Target = Annotated[str, typer.Option(help="Target: folder or Hub id.")]
 Drafter = Annotated[str, typer.Option(help="Drafter: folder or Hub id.")]
@@ -57,12 +56,7 @@ def mixed_prompts(sets: dict[str, list[str]], count: int) -> list[str]:
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
-    table = RichTable(title=escape(title))
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column == 0 else "right")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    out.print(table)
+    print_table(out, title, header, rows)
 
 
 __all__ = [

@@ -30,7 +30,7 @@ from ..evaluation.rounds import check_confidence_head, collect_rounds
 from ..evaluation.settings import EvaluationSettings
 from ..hub import read_config
 from ..version import __version__
-from .calibrate_tables import fitted_positions, survival_table
+from .calibrate_tables import fitted_positions, print_survival
 from .common import (
     Pack,
     Threads,
@@ -156,7 +156,7 @@ def calibrate(
             highlight=False,
         )
     for calibration in found:
-        out.print(survival_table(calibration))
+        print_survival(out, calibration)
         for fit in calibration.fits:
             if fit.note:
                 out.print(f"[dim]position {fit.position + 1}: {fit.note}[/]", highlight=False)

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import math
 
-from rich.table import Table
+from rich.console import Console
 
 from ..calibration import PositionReliability
 from ..evaluation.calibrate import Calibration
+from .tables import print_table
 
 
-def survival_table(calibration: Calibration) -> Table:
+def print_survival(console: Console, calibration: Calibration) -> None:
     """Figures by draft position."""
-    table = Table(
-        title=f"Survival at temperature {calibration.key}: fitted on {calibration.num_fit_rounds} rounds, judged on "
+    rows = [
+        [
+            str(fit.position + 1), f"{fit.temperature:.2f}", str(fit.num_reached), str(before.num_rounds),
+            _percent(before.observed), _percent(before.ece), _percent(after.ece), _area(before), _area(after),
+        ]
+        for fit, before, after in zip(calibration.fits, calibration.before, calibration.after, strict=True)
+    ]  # fmt: skip
+    means = [_percent(calibration.mean_ece(part)) for part in (calibration.before, calibration.after)]
+    print_table(
+        console,
+        f"Survival at temperature {calibration.key}: fitted on {calibration.num_fit_rounds} rounds, judged on "
         f"{calibration.num_held_out_rounds} rounds of held-out prompts, accepted length "
         f"{calibration.mean_acceptance_length:.2f}",
+        ("pos.", "T", "reached", "verified", "accepted", "ECE raw", "ECE new", "AUC raw", "AUC new"),
+        [*rows, ["mean", "", "", "", "", *means, "", ""]],
         caption="reached: rounds of the fit that accepted every draft before it; verified: held-out rounds that "
         "verified it; accepted: the share of these that accepted it and every draft before it",
     )
-    for column in ("pos.", "T", "reached", "verified", "accepted", "ECE\nraw", "ECE\nnew", "AUC\nraw", "AUC\nnew"):
-        table.add_column(column, justify="right")
-    for fit, before, after in zip(calibration.fits, calibration.before, calibration.after, strict=True):
-        table.add_row(
-            str(fit.position + 1), f"{fit.temperature:.2f}", str(fit.num_reached), str(before.num_rounds),
-            _percent(before.observed), _percent(before.ece), _percent(after.ece), _area(before), _area(after),
-        )  # fmt: skip
-    table.add_section()
-    means = [_percent(calibration.mean_ece(part)) for part in (calibration.before, calibration.after)]
-    table.add_row("mean", "", "", "", "", *means, "", "")
-    return table
 
 
 def fitted_positions(calibration: Calibration) -> str:
@@ -50,4 +51,4 @@ def _area(figures: PositionReliability) -> str:
     return "-" if math.isnan(figures.auc) else f"{figures.auc:.2f}"
 
 
-__all__ = ["fitted_positions", "survival_table"]
+__all__ = ["fitted_positions", "print_survival"]

@@ -118,6 +118,8 @@ def _progress() -> Iterator[Any]:
 
 def _show(report: ConversionReport) -> None:
     what = Table(title=f"{report.source} ({report.read_as}) as {report.written_as}", show_header=False)
+    for column in ("what", "which"):
+        what.add_column(column, overflow="fold")
     for name in _SHOWN:
         what.add_row(name, str(report.record[name]))
     what.add_row("drafts per block", str(report.record.num_draft_tokens))

@@ -28,6 +28,7 @@ from .common import (
     out,
     print_json,
 )
+from .tables import print_table
 
 _PROMPT = "A train leaves at 9:40 and arrives at 12:05. It stops for 15 minutes on the way. How long was it moving?"
 
@@ -84,7 +85,7 @@ def demo(
             _report(model, draft, summaries, stock, settings={**plain, "threshold": threshold, "threads": threads})
         )
     elif summaries:
-        out.print(_table(summaries, stock))
+        _show(summaries, stock)
         out.print(_time_split(summaries))
     if not equal or any(s.num_equal < len(s.rows) for s in summaries):
         raise typer.Exit(1)
@@ -138,21 +139,19 @@ def _streamed(
     return row.is_equal
 
 
-def _table(summaries: list[Summary], stock: dict[str, float]) -> Table:
-    table = Table(title="Plain generate against the drafter, side by side")
-    for column in ("set", "prompts", "ids equal", "tau", "tokens/pass", "x packed plain", "x stock plain"):
-        table.add_column(column, justify="left" if column == "set" else "right")
-    for s in summaries:
-        spent = sum(r.speculative_seconds for r in s.rows)
-        table.add_row(
+def _show(summaries: list[Summary], stock: dict[str, float]) -> None:
+    rows = [
+        [
             s.name, str(len(s.rows)), f"{s.num_equal}/{len(s.rows)}", f"{s.stats.mean_acceptance_length:.2f}",
             f"{s.stats.tokens_per_pass:.2f}", f"{s.speedup:.2f}",
-            f"{stock[s.name] / spent:.2f}",
-        )  # fmt: skip
+            f"{stock[s.name] / sum(r.speculative_seconds for r in s.rows):.2f}",
+        ]
+        for s in summaries
+    ]  # fmt: skip
     mean = sum(s.speedup for s in summaries) / len(summaries)
-    table.add_section()
-    table.add_row("mean", "", "", "", "", f"{mean:.2f}", "")
-    return table
+    header = ("set", "prompts", "ids equal", "tau", "tokens/pass", "x packed plain", "x stock plain")
+    title = "Plain generate against the drafter, side by side"
+    print_table(out, title, header, [*rows, ["mean", "", "", "", "", f"{mean:.2f}", ""]])
 
 
 def _time_split(summaries: list[Summary]) -> Table:

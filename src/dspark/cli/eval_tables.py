@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..evaluation.rows import facts, tables
+from .tables import print_table
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -20,12 +20,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(note, style="dim", markup=False, highlight=False)
     for section, group in tables(report).items():
         for each in group:
-            table = Table(title=escape(f"{section}: {each.title}"))
-            for column, name in enumerate(each.header):
-                table.add_column(name, justify="left" if column == 0 else "right")
-            for row in each.rows:
-                table.add_row(*map(escape, row))
-            console.print(table)
+            print_table(console, f"{section}: {each.title}", each.header, each.rows)
 
 
 __all__ = ["print_report"]

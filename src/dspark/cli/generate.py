@@ -56,7 +56,7 @@ def generate(
 ) -> None:
     """Stream an answer of TARGET, drafted by DRAFTER; the text is exactly what the target alone would give.
 
-    Example: dspark generate "Why is the sky blue?" --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7
+    Example: dspark generate "What is 17 times 23?" --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7
 
     Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
     """

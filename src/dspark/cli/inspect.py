@@ -114,6 +114,8 @@ def _tables(facts: dict[str, Any]) -> list[Table]:
         if name != "target":
             what.add_row(name, _shown(facts[name]), facts["read_from"][name])
     rest = Table(show_header=False)
+    for column in ("what", "which"):
+        rest.add_column(column, overflow="fold")
     rest.add_row("drafts per block", str(facts["num_draft_tokens"]))
     rest.add_row("borrows from target", ", ".join(facts["borrows_from_target"]) or "nothing")
     rest.add_row("fits targets with", ", ".join(f"{key} {value}" for key, value in facts["fits_target"].items()))

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from ..cpu import packed
 from ..decoding.curve import curve_key
@@ -31,6 +30,7 @@ from .common import (
     use_threads,
 )
 from .data import target_dtype
+from .tables import print_table
 
 
 def profile(
@@ -86,7 +86,7 @@ def profile(
     if as_json:
         print_json(_figures(curve, rows, slots))
         return
-    out.print(_table(curve, rows, slots))
+    _show(curve, rows, slots)
     err.print(f"{curve_file}: written, of {_conditions(key)}", highlight=False, soft_wrap=True)
 
 
@@ -116,33 +116,27 @@ def _figures(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> dict[
     return {**curve.to_json(), "medians": medians, "draft_seconds": before}
 
 
-def _table(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> Table:
+def _show(curve: ThroughputCurve, rows: list[int], slots: list[int]) -> None:
     """Medians in milliseconds by rows and drafts; at longer contexts the curve knows tokens only."""
     first, *longer = curve.contexts
-    table = Table(
-        title="Milliseconds of a round",
-        caption=f"Target: at {first:,} cached tokens per row; the ratio is to the first line's. At longer contexts: "
-        "of all rows with so many tokens in the forward."
-        if longer
-        else None,
-    )
-    for name in ("rows", "drafts", "tokens", "drafter", "target", "ratio", *(f"at {context:,}" for context in longer)):
-        table.add_column(name, justify="right")
     by_rows = curve.to_json()["rows"]
-    known = {context: dict(curve.points(context)) for context in longer}
-    least: float | None = None
-    for count in sorted(set(rows)):
-        for drafts in sorted(set(slots)):
-            tokens = count * (1 + drafts)
-            seconds = median(by_rows[str(count)][str(tokens)])
-            least = least or seconds
-            before = curve.draft_seconds(count, drafts)
-            table.add_row(
-                str(count), str(drafts), str(tokens), f"{before * 1e3:.1f}", f"{seconds * 1e3:.1f}",
-                f"{seconds / least:.2f}", *(f"{points[tokens] * 1e3:.1f}" for points in known.values()),
-            )  # fmt: skip
-        table.add_section()
-    return table
+    known = [dict(curve.points(context)) for context in longer]
+    shapes = [(count, drafts, count * (1 + drafts)) for count in sorted(set(rows)) for drafts in sorted(set(slots))]
+    seconds = [median(by_rows[str(count)][str(tokens)]) for count, _, tokens in shapes]
+    lines = [
+        [*map(str, shape), f"{curve.draft_seconds(*shape[:2]) * 1e3:.1f}", f"{own * 1e3:.1f}",
+         f"{own / seconds[0]:.2f}", *(f"{points[shape[2]] * 1e3:.1f}" for points in known)]
+        for shape, own in zip(shapes, seconds, strict=True)
+    ]  # fmt: skip
+    print_table(
+        out,
+        "Milliseconds of a round",
+        ("rows", "drafts", "tokens", "drafter", "target", "ratio", *(f"target at {context:,}" for context in longer)),
+        lines,
+        caption=f"target: at {first:,} cached tokens per row; ratio: to the first line"
+        + ("; at longer contexts whatever the rows of so many tokens" if longer else ""),
+        num_keys=2,
+    )
 
 
 __all__ = ["profile"]

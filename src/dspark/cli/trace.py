@@ -82,7 +82,7 @@ def trace(
     The page shows the text by rounds, every refused draft with what target and drafter thought likely there,
     confidence against what happened, verify lengths and the time of each step.
 
-    Example: dspark trace --target Qwen/Qwen3-4B --drafter my-drafter --prompt "Why is the sky blue?" --out trace.html
+    Example: dspark trace --target Qwen/Qwen3-4B --drafter my-drafter --prompt "What is 17 times 23?" --out trace.html
 
     Example: dspark trace --from monday.json.gz --from tuesday.json.gz --out both.html
 

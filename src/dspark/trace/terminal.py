@@ -59,11 +59,10 @@ def _summary(known: Figures) -> Text:
 
 def _lengths(known: Figures) -> Table:
     table = Table()
-    table.add_column("drafts")
-    for n in range(len(known.verified_lengths)):
-        table.add_column(str(n), justify="right")
-    table.add_row("rounds that verified as many", *map(str, known.verified_lengths))
-    table.add_row("rounds that accepted as many", *map(str, known.accepted_lengths))
+    for name in ("drafts", "rounds that verified as many", "rounds that accepted as many"):
+        table.add_column(name, justify="right")
+    for drafts, counts in enumerate(zip(known.verified_lengths, known.accepted_lengths, strict=True)):
+        table.add_row(str(drafts), *map(str, counts))
     return table
 
 

@@ -42,7 +42,9 @@ class TrainingProgress(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count an optimizer step."""
+        """Count an optimizer step; the last one is logged, so that runs shorter than `logging_steps` show figures."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
         if self._work is not None and self._work.is_bar:
             self._work.advance(1, self._text)
 
