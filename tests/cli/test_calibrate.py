@@ -149,7 +149,7 @@ def test_each_temperature_gets_a_list_and_others_are_kept(pair: Path, drafter: P
 def test_what_was_fitted_is_said_in_the_words_of_the_table(pair: Path, drafter: Path) -> None:
     code, stdout, stderr = run(*command(pair, drafter, "--temperature", 1, "--max-new-tokens", 30))
     assert code == 0, stderr
-    rows = re.findall(r"│ +(\d) │ +([\d.]+) │ +(\d+) │", stdout)
+    rows = re.findall(r"│ +(\d) +│ +([\d.]+) │ +(\d+) │", stdout)
     reached = {int(position): int(count) for position, _, count in rows}
     notes = dict(re.findall(r"position (\d): (\d+) rounds reached it, fewer than 50", stdout))
     assert notes

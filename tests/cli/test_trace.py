@@ -138,7 +138,7 @@ def test_a_prompt_without_tokens_is_refused(models: list[str], tmp_path: Path) -
 def test_help_has_an_example_and_every_option() -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", run("--help"))
     assert (
-        'dspark trace --target Qwen/Qwen3-4B --drafter my-drafter --prompt "Why is the sky blue?" --out trace.html'
+        'dspark trace --target Qwen/Qwen3-4B --drafter my-drafter --prompt "What is 17 times 23?" --out trace.html'
         in text
     )
     for option in ("--from", "--against", "--terminal", "--save", "--out", "--json"):
