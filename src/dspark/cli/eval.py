@@ -161,8 +161,8 @@ def _warn_of_calibration(plan: _Plan) -> None:
         if shared := hashes & calibration_prompts(source):
             err.print(
                 f"{label} was calibrated on {len(shared)} of these {len(hashes)} prompts: its confidence "
-                "(reliability, thresholds above 0) looks better here than on other prompts. Accepted lengths at threshold 0 "
-                "stand. Calibrate on other prompts with `dspark calibrate --prompts FILE`, or evaluate on others.",
+                "(reliability, thresholds above 0) looks better here than on other prompts. Accepted lengths at "
+                "threshold 0 stand. Calibrate on others (`dspark calibrate --prompts FILE`), or evaluate on others.",
                 style="yellow", markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
