@@ -39,6 +39,12 @@ BROKEN = [
     *[({field: value}, f"`{field}` must be a positive number, got {value!r}")
       for field in ("rms_norm_eps", "embed_scale", "logit_scale", "final_logit_softcapping")
       for value in (0.0, -1, float("nan"), "x")],
+    *[({field: value}, f"`{field}` must be a number that float32 can hold, got {value!r}")
+      for field in ("rms_norm_eps", "logit_scale") for value in (1e-300, 4e-38)],
+    ({"rms_norm_eps": 10**400}, "`rms_norm_eps` must be a positive number, got 1000"),
+    ({"block_size": 2**40}, "`block_size` must be at most 4096, got 1099511627776"),
+    *[({field: 2**40}, f"`{field}` must be at most 2147483647, got 1099511627776")
+      for field in ("max_position_embeddings", "vocab_size")],
     ({"initializer_range": -0.1}, "`initializer_range` must be a number of at least 0, got -0.1"),
     ({"attention_dropout": 1.0}, r"`attention_dropout` must be a number in \[0, 1\), got 1.0"),
     ({"hidden_act": "swosh"}, "`hidden_act` must be an activation transformers knows, .*, got 'swosh'"),
@@ -97,6 +103,17 @@ BROKEN = [
       for kind, missing in (("linear", "factor"), ("dynamic", "factor"), ("yarn", "factor"),
                             ("longrope", "short_factor, long_factor"),
                             ("llama3", "factor, low_freq_factor, high_freq_factor"))],
+    *[({"rope_parameters": {**DEFAULT_ROPE, "rope_type": kind, **keys}}, rf"\['{key}'\]` must be {rule}")
+      for kind, keys, key, rule in (
+          ("yarn", {"factor": "4"}, "factor", "a positive number, got '4'"),
+          ("yarn", {"factor": 4.0, "beta_fast": float("nan")}, "beta_fast", "a positive number, got nan"),
+          ("linear", {"factor": 0}, "factor", "a positive number, got 0"),
+          ("linear", {"factor": 10**400}, "factor", "a positive number, got 1000"),
+          ("longrope", {"short_factor": [1.0], "long_factor": [1.0]}, "short_factor", "8 positive numbers"),
+          ("longrope", {"short_factor": [1.0] * 8, "long_factor": 3}, "long_factor", "8 positive numbers"),
+          ("proportional", {"partial_rotary_factor": 2}, "partial_rotary_factor", r"a number in \(0, 1\], got 2"))],
+    ({"rope_parameters": {**DEFAULT_ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0,
+                          "high_freq_factor": 4.0}}, r"\['low_freq_factor'\]` \(4.0\) must be below"),
     ({"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
      "is 0.5, but draft layers rotate whole heads"),
 ]  # fmt: skip

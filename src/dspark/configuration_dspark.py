@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .configuration_rules import check_choice, check_config, unknown_keys
+from .configuration_rules import check_choice, check_config, check_raw, unknown_keys
 
 logger = logging.get_logger("dspark.configuration")
 
@@ -224,12 +224,7 @@ class DSparkConfig(PreTrainedConfig):
         Raises:
             ValueError: The dict is another model's, or a rule is broken.
         """
-        found = config_dict.get("model_type", cls.model_type)
-        if found != cls.model_type:
-            raise ValueError(
-                f"This is a config of model_type {found!r}, not of {cls.model_type!r}. Drafters in another format are "
-                "read by `DSparkDrafter.from_pretrained`, their configs by `dspark.hub.read_config`."
-            )
+        check_raw(config_dict, cls.model_type)
         if unknown := unknown_keys(config_dict, _field_names()):
             logger.warning(
                 f"The drafter's config has fields this version of dspark does not know, and ignores: "

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .rope_rules import check_rope, is_number, is_positive
 
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "block_size",
 )  # fmt: skip
+# Larger ones only stand in damaged files, and reckoning with them takes all memory.
+_MOST, _LONGEST_BLOCK = 2**31 - 1, 4096
 _OPTIONAL_COUNTS = {
     "vocab_size": "the target's vocabulary",
     "draft_vocab_size": "the whole vocabulary",
@@ -30,16 +33,6 @@ _FLAGS = (
     "confidence_head_with_markov", "confidence_head_bias", "share_embedding", "share_lm_head",
 )  # fmt: skip
 _POSITIVE = ("rms_norm_eps", "embed_scale", "logit_scale", "final_logit_softcapping")
-# What float32, in which logits are divided, can hold.
-_SMALLEST, _LARGEST = 1e-37, 1e38
-# What each rotary type cannot do without; `rope_theta` comes on top everywhere.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
 # Keys that transformers, its Trainer or the Hub put into any config beside the fields of its base class.
 _COMMON_KEYS = {
     "model_type", "torch_dtype", "name_or_path", "attn_implementation", "experts_implementation", "output_attentions",
@@ -63,13 +56,28 @@ def check_config(config: Any, dtype: Any = None) -> None:
     _check_numbers(config)
     _check_attention(config)
     _check_windows(config)
-    _check_rope(config.rope_parameters)
+    check_rope(config.rope_parameters, config.head_dim)
     _check_block(config)
     _check_target_layers(config)
     _check_heads(config)
     _check_temperatures(config)
     _check_sharing(config)
     _check_dtype(dtype)
+
+
+def check_raw(raw: dict[str, Any], model_type: str) -> None:
+    """Hold a dict to what the base class takes for granted.
+
+    Raises:
+        ValueError: It is another model's, or a value is of another type.
+    """
+    if (kind := raw.get("model_type", model_type)) != model_type:
+        raise ValueError(
+            f"This is a config of model_type {kind!r}, not of {model_type!r}. Drafters in another format are read by "
+            "`DSparkDrafter.from_pretrained`, their configs by `dspark.hub.read_config`."
+        )
+    if not isinstance(found := raw.get("quantization_config"), dict | None):
+        raise ValueError(f"`quantization_config` must be an object or left out, got {found!r}.")
 
 
 def check_choice(config: Any, field: str, allowed: tuple[str, ...]) -> None:
@@ -89,19 +97,17 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_types(config: Any) -> None:
     for field in _COUNTS:
         value = getattr(config, field)
         if not _is_int(value) or value < 1:
             raise ValueError(f"`{field}` must be an integer of at least 1, got {value!r}.")
+        _check_size(field, value)
     for field, default in _OPTIONAL_COUNTS.items():
         value = getattr(config, field)
         if value is not None and (not _is_int(value) or value < 1):
             raise ValueError(f"`{field}` must be an integer of at least 1, or None for {default}, got {value!r}.")
+        _check_size(field, value or 1)
     for field in _FLAGS:
         if not isinstance(getattr(config, field), bool):
             raise ValueError(f"`{field}` must be True or False, got {getattr(config, field)!r}.")
@@ -109,16 +115,25 @@ def _check_types(config: Any) -> None:
         raise ValueError(f"`target` must be a dict of notes on the target, or None, got {config.target!r}.")
 
 
+def _check_size(field: str, value: int) -> None:
+    most = _LONGEST_BLOCK if field == "block_size" else _MOST
+    if value > most:
+        raise ValueError(
+            f"`{field}` must be at most {most}, got {value!r}: the config is damaged, or another model's."
+        )
+
+
 def _check_numbers(config: Any) -> None:
     for field in _POSITIVE:
         value = getattr(config, field)
         if field == "final_logit_softcapping" and value is None:
             continue
-        if not _is_number(value) or value <= 0:
-            raise ValueError(f"`{field}` must be a positive number, got {value!r}.")
-    if not _is_number(config.initializer_range) or config.initializer_range < 0:
+        if not is_positive(value):
+            rule = "a positive number" if not is_number(value) or value <= 0 else "a number that float32 can hold"
+            raise ValueError(f"`{field}` must be {rule}, got {value!r}.")
+    if not is_number(config.initializer_range) or config.initializer_range < 0:
         raise ValueError(f"`initializer_range` must be a number of at least 0, got {config.initializer_range!r}.")
-    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout < 1:
+    if not is_number(config.attention_dropout) or not 0 <= config.attention_dropout < 1:
         raise ValueError(f"`attention_dropout` must be a number in [0, 1), got {config.attention_dropout!r}.")
 
 
@@ -144,7 +159,7 @@ def _check_attention(config: Any) -> None:
 def _check_windows(config: Any) -> None:
     windows, layers = config.attention_windows, config.num_hidden_layers
     is_list = isinstance(windows, list) and len(windows) == layers
-    if windows is not None and not (is_list and all(w is None or (_is_int(w) and w > 0) for w in windows)):
+    if windows is not None and not (is_list and all(w is None or (_is_int(w) and 0 < w <= _MOST) for w in windows)):
         raise ValueError(
             f"`attention_windows` must have a positive integer or None for each of {layers} draft layers, or be None, "
             f"got {windows!r}."
@@ -159,32 +174,6 @@ def _check_windows(config: Any) -> None:
     if causal is not None and not (is_list and all(isinstance(value, bool) for value in causal)):
         raise ValueError(
             f"`causal_in_block` must have True or False for each of {layers} draft layers, or be None, got {causal!r}."
-        )
-
-
-def _check_rope(rope: Any) -> None:
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            "`rope_parameters` must be one flat dict, e.g. {'rope_type': 'default', 'rope_theta': 1e6}, got "
-            f"{rope!r}. Of a target's dict per layer type take the entry 'full_attention'."
-        )
-    if not _is_number(rope.get("rope_theta")) or rope["rope_theta"] <= 0:
-        raise ValueError(
-            f"`rope_parameters` must name a positive `rope_theta`, got {rope!r}. A default would only be noticed at "
-            "long context: give the value the drafter was trained with."
-        )
-    kind = rope.get("rope_type", "default")
-    known = ("default", *ROPE_INIT_FUNCTIONS)
-    if kind not in known:
-        raise ValueError(f"`rope_parameters['rope_type']` must be one of {', '.join(known)}, got {kind!r}.")
-    missing = [key for key in _ROPE_NEEDS.get(kind, ()) if rope.get(key) is None]
-    if missing:
-        raise ValueError(f"`rope_parameters` of type {kind!r} must have {', '.join(missing)}, got {rope!r}.")
-    partial = rope.get("partial_rotary_factor", 1.0)
-    if kind != "proportional" and partial != 1:
-        raise ValueError(
-            f"`rope_parameters['partial_rotary_factor']` is {partial!r}, but draft layers rotate whole heads (only "
-            "the type 'proportional' takes a part). Leave it out."
         )
 
 
@@ -225,7 +214,7 @@ def _check_target_layers(config: Any) -> None:
             "`target_layer_ids` is missing. Name the decoder layers of the target whose outputs the drafter reads, "
             "e.g. [1, 9, 17, 25, 33] for Qwen3-4B."
         )
-    if count is not None and (not _is_int(count) or count < 1):
+    if count is not None and (not _is_int(count) or not 1 <= count <= _MOST):
         raise ValueError(
             f"`num_target_layers` must be the target's number of decoder layers, or None if unknown, got {count!r}."
         )
@@ -233,7 +222,7 @@ def _check_target_layers(config: Any) -> None:
         raise ValueError(f"`target_layer_ids` must be a list of integers, got {ids!r}.")
     if any(b <= a for a, b in pairwise(ids)):
         raise ValueError(f"`target_layer_ids` must be strictly increasing, got {ids}.")
-    if ids[0] < -1 or (count is not None and ids[-1] >= count - 1):
+    if ids[0] < -1 or ids[-1] >= (_MOST if count is None else count) - 1:
         bound, of = ("N-2", "N") if count is None else (count - 2, count)
         raise ValueError(
             f"`target_layer_ids` must lie in -1..{bound} for a target of {of} layers, got {ids}. -1 is the "
@@ -263,7 +252,7 @@ def _check_temperatures(config: Any) -> None:
         _check_decoding_temperatures(list(temperatures))
     for row in temperatures.values() if isinstance(temperatures, dict) else [temperatures]:
         is_list = isinstance(row, list) and len(row) == config.num_draft_tokens
-        if not is_list or not all(_is_number(t) and _SMALLEST <= t <= _LARGEST for t in row):
+        if not is_list or not all(map(is_positive, row)):
             raise ValueError(
                 f"`confidence_temperatures` must be {config.num_draft_tokens} positive numbers, one per draft "
                 f"position, or such lists by decoding temperature, or None, got {temperatures!r}."
@@ -305,4 +294,4 @@ def _check_sharing(config: Any) -> None:
         )
 
 
-__all__ = ["check_choice", "check_config", "unknown_keys"]
+__all__ = ["check_choice", "check_config", "check_raw", "unknown_keys"]
