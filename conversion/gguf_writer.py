@@ -7,6 +7,7 @@ stored LM head is written whenever there is one: the engine takes the embedding 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shlex
@@ -168,12 +169,21 @@ def _write(record: Record, path: Path, target: GgufTarget, dtype: str, progress:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for done, part in enumerate(whole, 1):
-            writer.write_tensor_data(as_bytes(gguf, part))
+            _write_data(writer, as_bytes(gguf, part))
             if progress is not None:
                 progress(sum(sizes[:done]), sum(sizes))
     finally:
         writer.close()
     check_finite(record)
+
+
+def _write_data(writer: Any, numbers: Any) -> None:
+    try:
+        writer.write_tensor_data(numbers)
+    except OSError as error:
+        if error.errno is None:  # numpy only counts what it could write
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
 
 
 def _add_general(gguf: Any, writer: Any, record: Record, whole: list[Part], dtype: str) -> None:

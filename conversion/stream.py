@@ -52,10 +52,10 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = None if found is None else _UNITS.get(found[2].upper())
-    size = 0 if found is None or unit is None else int(float(found[1]) * unit)
-    if size < 1:
+    size = 0.0 if found is None or unit is None else float(found[1]) * unit
+    if not 1 <= size < 2**63:
         raise ValueError(f"`max_shard_size` must be a size of at least a byte such as 5GB or 256MB, got {text!r}.")
-    return size
+    return int(size)
 
 
 def write_tensors(

@@ -7,15 +7,21 @@ kept, a setting that comes back otherwise and is not noticed.
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from dspark.conversion import VerificationError, convert, flat_writer, verifying, writing
 
 from dspark import DSparkDrafter
 from dspark.hub import read_record
-from tests.conversion import toys
+from tests import small
+from tests.conversion import peers, toys
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_the_source_is_never_written_over(place, source, tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     os.symlink("source", "link")
     before = (source / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="is what is read, or holds it"):
+    with pytest.raises(ValueError, match="is what is read, holds it or is one of its files"):
         convert(source, place, to="vllm", overwrite=True)
     assert (source / "config.json").read_bytes() == before
 
@@ -69,6 +75,93 @@ def test_nor_is_the_target(source, tmp_path) -> None:
     target = toys.saved_target(tmp_path / "target")
     with pytest.raises(ValueError, match="is what is read"):
         convert(source, target, to="vllm", target=target, overwrite=True)
+
+
+def test_what_is_read_inside_a_folder_is_not_written_over_either(source, tmp_path) -> None:
+    """A subfolder and a GGUF file of a folder are sources as much as the folder."""
+    os.rename(source, tmp_path / "sub")
+    os.makedirs(tmp_path / "all")
+    os.rename(tmp_path / "sub", tmp_path / "all" / "sub")
+    held = (tmp_path / "all" / "sub" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is what is read"):
+        convert(tmp_path / "all", tmp_path / "all" / "sub", to="vllm", subfolder="sub", overwrite=True)
+    assert (tmp_path / "all" / "sub" / "model.safetensors").read_bytes() == held
+    convert(tmp_path / "all", tmp_path / "all" / "beside", to="vllm", subfolder="sub")
+    for how in ({}, {"gguf_file": "d.gguf"}):
+        folder = tmp_path / f"gguf {len(how)}"
+        folder.mkdir()
+        shutil.copyfile(peers.folder("gguf_dflash") / "drafter.gguf", folder / "d.gguf")
+        with pytest.raises(ValueError, match="is what is read"):
+            convert(folder, folder / "d.gguf", to="dspark", overwrite=True, **how)
+
+
+def test_only_a_drafter_is_replaced(source, target, tmp_path) -> None:
+    """A target's folder, or one of notes, has no file that a drafter's could not have."""
+    shutil.copytree(target, tmp_path / "model")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "work.py").write_text("mine")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text('{"model_type": "dsp')
+    (tmp_path / "text.gguf").write_text("mine")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for name, words in (("model", "a config.json that is no drafter's"), ("notes", "work.py and no config.json"),
+                        ("half", "a config.json that is no drafter's"), ("text.gguf", "is no GGUF file"),
+                        ("model.gguf", r"a model \('qwen3'\)")):  # fmt: skip
+        before = _contents(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name} is not replaced: it .*{words}.*move it away yourself"):
+            convert(source, tmp_path / name, to="vllm", overwrite=True)
+        assert _contents(tmp_path / name) == before
+
+
+def _contents(place: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in [place, *place.rglob("*")] if path.is_file()}
+
+
+def test_what_appears_there_meanwhile_stays(source, tmp_path) -> None:
+    def appear(done: int, total: int) -> None:
+        if done == total:
+            shutil.copytree(source, tmp_path / "out")
+
+    with pytest.raises(ValueError, match="out exists already"):
+        convert(source, tmp_path / "out", to="vllm", progress=appear)
+    assert read_record(tmp_path / "out").format == "dspark"
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+@pytest.mark.parametrize("place", ["file/out", "long" * 64, "new/deep/" + "long" * 64])
+def test_a_place_that_cannot_be_written_is_named(place, source, tmp_path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=r"cannot be written: .*\. Name a place .* Nothing was kept"):
+        convert(source, tmp_path / place, to="vllm")
+    assert sorted(os.listdir(tmp_path)) == ["file", "source"]
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\u5b57" * 85, "a" * 250 + ".gguf"])
+def test_the_longest_names_can_be_written(name, source, tmp_path) -> None:
+    convert(source, tmp_path / name, to="vllm")
+    assert read_record(tmp_path / name).format == "flat"
+
+
+@pytest.mark.parametrize("to", ["vllm", "gguf-dflash"])
+def test_a_full_disk_is_named(to, tmp_path) -> None:
+    """A limit of the size of files stands for it; in a process of its own."""
+    small.drafter(vocab_size=toys.ROWS).save_pretrained(tmp_path / "source")
+    target = toys.saved_target_with_tokenizer(tmp_path / "target")
+    code = (
+        "import resource, sys; from dspark.conversion import convert\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n"
+        "try: convert(*sys.argv[1:3], to=sys.argv[3], target=sys.argv[4])\n"
+        "except OSError as error: sys.stdout.write(str(error))\n"
+    )
+    out = tmp_path / ("out.gguf" if to != "vllm" else "out")
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "source", out, to, target], capture_output=True, text=True, check=True
+    )
+    assert re.search(r"out(\.gguf)? cannot be written: .*\. Make room, or name a place on another disk", done.stdout)
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -17,14 +17,14 @@ import pytest
 import torch
 from dspark.conversion import convert, gguf_writer, open_checkpoint, read_record, unnormed
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from dspark import DSparkDrafter
 from tests import small
+from tests.conversion import toys
+from tests.conversion.toys import ROWS
 
 ROUNDED = ("confidence of the hidden state", "llama3 positions")
-ROWS = 310  # of a vocabulary with fewer tokens
 PLAIN = {"confidence_head_with_markov": False, "confidence_head_bias": False}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -323,15 +323,7 @@ def test_factor_and_sections_of_the_target(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target's folder: config and a byte-level BPE tokenizer of fewer tokens than rows."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    raw.train_from_iterator(["the cat sat on the mat"] * 3, trainer)
-    path = tmp_path_factory.mktemp("target")
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>").save_pretrained(path)
-    small.target(vocab_size=ROWS).save_pretrained(path)
-    return path
+    return toys.saved_target_with_tokenizer(tmp_path_factory.mktemp("target"))
 
 
 def test_vocabulary_of_a_tokenizer(tmp_path: Path, folder: Path) -> None:

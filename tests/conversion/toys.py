@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from dspark import DSparkDrafter
 from tests import small
 
+ROWS = 310  # of a vocabulary with fewer tokens
 _TAPS = {"target_layer_ids": [0, 1, 2], "raw_target_embedding": True}
 _DFLASH = {
     "markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False,
@@ -59,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "raw_target_embedding": False,
     },
     "bias": {"attention_bias": True},
+    "as many key heads": {"num_key_value_heads": 2},
     "no confidence bias": {"confidence_head_bias": False},
     "fc bias": {"fc_bias": True},
     "yarn": {"rope_parameters": _YARN},
@@ -95,6 +99,18 @@ def loaded(folder: Path) -> Any:
 def saved_target(folder: Path) -> Path:
     """The target's folder."""
     small.target().save_pretrained(folder)
+    return folder
+
+
+def saved_target_with_tokenizer(folder: Path) -> Path:
+    """A target of `ROWS` rows with a byte-level BPE tokenizer of fewer tokens."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    raw.train_from_iterator(["the cat sat on the mat"] * 3, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>").save_pretrained(folder)
+    small.target(vocab_size=ROWS).save_pretrained(folder)
     return folder
 
 
