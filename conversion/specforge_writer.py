@@ -29,7 +29,8 @@ def _config(record: Record, inner: dict[str, Any], architecture: str) -> dict[st
         "num_target_layers": record["num_target_layers"],
         "draft_vocab_size": record["vocab_size"],
         "dflash_config": {
-            "attention_mode": "gqa",
+            # Its classes refuse the one for the other.
+            "attention_mode": "gqa" if record["num_key_value_heads"] < record["num_attention_heads"] else "mha",
             "mask_token_id": record["mask_token_id"],
             "target_layer_ids": record["target_layer_ids"],
             **inner,

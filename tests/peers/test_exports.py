@@ -1,8 +1,8 @@
 """What we write, read by the frameworks' own code: the same proposals as ours.
 
 They need packages that contradict ours, so each runs in a process of its own. Install them apart from the project
-(`pip install --no-deps --target DIR speculators==0.9.0 mlx-dspark==0.20.3 mlx mlx-cpu ...`, with what they ask for but
-torch), and name that folder in DSPARK_PEERS; without it the tests are skipped.
+(`pip install --no-deps --target DIR speculators==0.9.0 mlx-dspark==0.20.3 mlx mlx-cpu specforge==0.2.0 ...`, with what
+they ask for but torch and engines), and name that folder in DSPARK_PEERS; without it the tests are skipped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ SPECULATORS = ("vanilla", "gated", "rnn", "rank 0, confidence", "dflash", "vanil
 MLX = ("vanilla", "rank 0", "rank 0, confidence", "dflash", "vanilla, silent anchor", "plain confidence",
        "no confidence", "reduced", "own tables", "bias")  # fmt: skip
 MLX_NATIVE = tuple(kind for kind in MLX if not {"dflash", "reduced", "vanilla, silent anchor"} & {kind})
+SPECFORGE = ("vanilla", "gated", "rnn", "rank 0", "rank 0, confidence", "dflash", "plain confidence", "no confidence",
+             "windows per slot", "windows per slot, dflash", "bias", "yarn", "gelu", "as many key heads")  # fmt: skip
 
 
 @lru_cache
@@ -101,9 +103,21 @@ def by_mlx(request, tmp_path_factory) -> tuple[tuple[str, ...], dict[str, dict[s
     return kinds, ask("mlx_side.py", "mlx_dspark.load", written(request.param, kinds, root), root)
 
 
+@pytest.fixture(scope="module")
+def by_specforge(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    root = tmp_path_factory.mktemp("specforge")
+    folders = written("specforge", SPECFORGE, root)
+    return ask("specforge_side.py", "specforge.modeling.draft.dspark", folders, root)
+
+
 @pytest.mark.parametrize("kind", SPECULATORS)
 def test_speculators_drafts_as_we_do(kind: str, by_speculators) -> None:
     assert_same(kind, by_speculators[kind])
+
+
+@pytest.mark.parametrize("kind", SPECFORGE)
+def test_specforge_drafts_as_we_do(kind: str, by_specforge) -> None:
+    assert_same(kind, by_specforge[kind])
 
 
 @pytest.mark.parametrize("kind", MLX)
