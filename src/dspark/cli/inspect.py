@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from dspark.conversion import FORMATS, SEMANTIC_FIELDS, Record, check_finite, check_tensors
@@ -107,25 +108,25 @@ def _fitting(record: Record) -> dict[str, Any]:
 
 
 def _tables(facts: dict[str, Any]) -> list[Table]:
-    what = Table(title=f"{facts['source']}: {facts['format']}", caption=facts["written_by"])
+    what = Table(title=escape(f"{facts['source']}: {facts['format']}"), caption=facts["written_by"])
     for column in ("field", "value", "read from"):
         what.add_column(column, overflow="fold")
     for name in SEMANTIC_FIELDS:
         if name != "target":
-            what.add_row(name, _shown(facts[name]), facts["read_from"][name])
+            what.add_row(name, escape(_shown(facts[name])), escape(facts["read_from"][name]))
     rest = Table(show_header=False)
     for column in ("what", "which"):
         rest.add_column(column, overflow="fold")
     rest.add_row("drafts per block", str(facts["num_draft_tokens"]))
     rest.add_row("borrows from target", ", ".join(facts["borrows_from_target"]) or "nothing")
     rest.add_row("fits targets with", ", ".join(f"{key} {value}" for key, value in facts["fits_target"].items()))
-    rest.add_row("trained for", _note(facts["target"]))
+    rest.add_row("trained for", escape(_note(facts["target"])))
     rest.add_row("tensors", f"{facts['tensors']} ({facts['parameters']:,} numbers, {', '.join(facts['dtypes'])})")
     rest.add_row("memory", ", ".join(f"{key} {value:,} B" for key, value in facts["bytes"].items()))
     for name, why in facts["ignored"].items():
-        rest.add_row("not used", f"{name}: {why}")
+        rest.add_row("not used", escape(f"{name}: {why}"))
     for warning in facts["warnings"]:
-        rest.add_row("warning", warning)
+        rest.add_row("warning", escape(warning))
     return [what, rest]
 
 
