@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint, check_index, find_gguf, open_checkpoint
+from .checkpoint import Checkpoint, check_weights, find_gguf, open_checkpoint
 from .converting import ConversionOptions, ConversionReport, VerificationError, convert
 from .layout import check_finite, check_tensors, expected_tensors
 from .record import SEMANTIC_FIELDS, Field, LayerSight, Record
@@ -27,8 +27,8 @@ __all__ = [
     "VerificationError",
     "Writer",
     "check_finite",
-    "check_index",
     "check_tensors",
+    "check_weights",
     "convert",
     "expected_tensors",
     "find_gguf",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +12,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
+from dspark.files import read_json
+
 from .gguf_file import open_gguf
 from .pickle_file import PICKLES, open_pickle
-from .stored import StoredTensor
+from .stored import FLOATS, StoredTensor
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _WAY_OUT = "a file is damaged or was cut short. Download or save it again."
 
 
@@ -193,25 +195,32 @@ def _shards(place: _Place, name: str, path: str) -> list[str]:
 
 def _weight_map(place: _Place, name: str, path: str) -> dict[str, str]:
     try:
-        weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise OSError(f"{name} of {place.source} is not an index of shards ({error!r}): {_WAY_OUT}") from error
     check_shard_names(place.source, name, shards)
     return weight_map
 
 
-def check_index(folder: str, variant: str | None) -> None:
-    """Hold the index of a local folder, if it has one, to shards beside it.
+def check_weights(folder: str, variant: str | None) -> None:
+    """Hold the safetensors files of a local folder in our own format to what can be loaded, by their headers.
 
     Raises:
-        ValueError: One leads elsewhere.
-        OSError: The index is damaged.
+        ValueError: An index leads elsewhere, a tensor is stored twice, or holds no plain floats (ids: integers).
+        OSError: A file is missing or damaged.
     """
-    middle = "" if variant is None else f".{variant}"
-    name = f"model.safetensors.index{middle}.json"
-    if (Path(folder) / name).is_file():
-        _shards(_Place(folder, {}), name, str(Path(folder) / name))
+    stored = _open_safetensors(_Place(folder, {}), variant) or {}
+    wrong = [
+        f"{name} is {tensor.dtype}"
+        for name, tensor in sorted(stored.items())
+        if (tensor.dtype not in _INTEGERS if name == "draft_token_ids" else tensor.dtype not in FLOATS)
+    ]
+    if wrong:
+        raise ValueError(
+            f"The checkpoint {folder} has wrong dtypes: {'; '.join(wrong[:10])} (floating-point numbers are wanted, "
+            "of draft_token_ids integers). Save or download it again; nothing was loaded."
+        )
 
 
 def check_shard_names(source: Any, index: str, shards: list[str]) -> None:
@@ -229,6 +238,10 @@ def check_shard_names(source: Any, index: str, shards: list[str]) -> None:
 
 
 def _headers(place: _Place, name: str, path: str) -> dict[str, StoredTensor]:
+    if "\ufffd" in os.fsencode(path).decode(errors="replace"):
+        raise ValueError(
+            f"{path!r} is no UTF-8, and the reader of safetensors takes no other paths. Rename the folder."
+        )
     try:
         with safe_open(path, framework="pt") as handle:
             slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - a handle is not a mapping
@@ -248,8 +261,11 @@ def _headers(place: _Place, name: str, path: str) -> dict[str, StoredTensor]:
 def _reader(path: str, key: str) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         # Opened for each tensor: pages of a file that stays mapped count as memory in use.
-        with safe_open(path, framework="pt") as handle:
-            return handle.get_tensor(key)
+        try:
+            with safe_open(path, framework="pt") as handle:
+                return handle.get_tensor(key)
+        except SafetensorError as error:
+            raise OSError(f"{key} cannot be read from {path} ({error}): {_WAY_OUT}") from error
 
     return read
 
@@ -271,4 +287,4 @@ def _open_pickles(place: _Place, *, allow_pickle: bool) -> dict[str, StoredTenso
     return open_pickle(path)
 
 
-__all__ = ["Checkpoint", "check_index", "check_shard_names", "find_gguf", "open_checkpoint", "open_some"]
+__all__ = ["Checkpoint", "check_shard_names", "check_weights", "find_gguf", "open_checkpoint", "open_some"]

@@ -19,6 +19,7 @@ from dspark.files import quiet_bars
 
 from .as_qwen3 import as_qwen3
 from .checkpoint import open_checkpoint
+from .choices import check_names
 from .destination import fresh
 from .layout import check_tensors
 from .record import Record
@@ -142,6 +143,7 @@ def convert(
         VerificationError: The result drafts otherwise than the source.
     """
     how = ConversionOptions(**options)
+    check_names(how.fields)
     writer = _writer(to)
     if isinstance(source, str | Path) and Path(source).expanduser().exists():
         source = Path(source).expanduser()
@@ -154,7 +156,7 @@ def convert(
         target=None if target is None else _served(target, writer, how), progress=how.progress,
         target_architecture=None if tables is None else tables.architecture,
     )  # fmt: skip
-    sources = [str(source), None if target is None else str(target)]
+    sources = [*_places(source, how.subfolder, how.gguf_file), *_places(target, how.target_gguf_file)]
     with fresh(place, sources, overwrite=how.overwrite) as temporary:
         files = writer.write(record, temporary, settings)
         result = _read(temporary, ConversionOptions())
@@ -185,6 +187,14 @@ def _dtype(name: str | None, writer: Writer) -> str | None:
 def _served(target: str | os.PathLike[str], writer: Writer, how: ConversionOptions) -> str:
     """The target as the engine is given it: an engine of GGUF files gets the file, others the folder."""
     return str(Path(target, how.target_gguf_file) if writer.suffix and how.target_gguf_file else target)
+
+
+def _places(source: str | os.PathLike[str] | None, *parts: str | None) -> list[str]:
+    """A source and what in it is read."""
+    if source is None:
+        return []
+    named = [part for part in parts if part is not None]
+    return [str(source), *([str(Path(source, *named))] if named else [])]
 
 
 def _open_target(target: str | os.PathLike[str], how: ConversionOptions) -> TargetTables:

@@ -95,11 +95,11 @@ def _gemma4(reader: Reader) -> None:
                 f"{source}: Gemma 4 drafters have no {field.replace('_', ' ')}, but the config sets {field}="
                 f"{config[field]}. It is not a drafter the reference could have trained."
             )
-    rope = (config.get("rope_parameters") or {}).get("full_attention")
+    rope = reader.get("rope_parameters.full_attention")
     if rope is None:
         raise ValueError(f"{source}: `rope_parameters` has no entry for 'full_attention', the draft layers' type.")
     reader.set("rope_parameters", rope, "config.json: rope_parameters.full_attention")
-    k_eq_v = bool(config.get("attention_k_eq_v"))
+    k_eq_v = bool(reader.flag("attention_k_eq_v"))
     reader.set("attention_k_eq_v", k_eq_v, "config.json: attention_k_eq_v")
     reader.take("num_key_value_heads", "num_global_key_value_heads" if k_eq_v else "num_key_value_heads")
     reader.take("head_dim", "global_head_dim")

@@ -73,7 +73,7 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
         rules["enable_confidence_head"] = (has_confidence, "enabled where confidence_head.* is stored")
         rules["confidence_head_with_markov"] = (_sees_markov(reader), "by the columns of confidence_head.proj.weight")
     heads(reader, under=_INNER, rules=rules)
-    offset_vocabulary(reader, stored, reader.get("draft_vocab_size"))
+    offset_vocabulary(reader, stored, reader.count("draft_vocab_size"))
     tables(reader, without=(False, reader.fields["draft_vocab"].value is not None))
     target_width(reader)
     _scales(reader)
@@ -89,7 +89,9 @@ def _sees_markov(reader: Reader) -> bool:
 
 def _anchor(reader: Reader) -> None:
     """`sample_from_anchor`, also written as mlx-dspark's `logits_start` (0: the anchor slot drafts)."""
-    flag, start = reader.get("sample_from_anchor"), reader.get("logits_start")
+    flag, start = reader.flag("sample_from_anchor"), reader.get("logits_start")
+    if start not in (None, 0, 1) or isinstance(start, bool):
+        raise ValueError(f"{reader.source}: `logits_start` must be 0 (the anchor slot drafts) or 1, got {start!r}.")
     if flag is not None and start is not None and flag != (start == 0):
         raise ValueError(
             f"{reader.source}: `sample_from_anchor` {flag} and `logits_start` {start} disagree. Correct one of them."
@@ -101,7 +103,8 @@ def _anchor(reader: Reader) -> None:
 
 
 def _attention(reader: Reader) -> None:
-    is_causal = reader.get("is_causal") or reader.get("dflash_query_causal") or reader.get("dflash_config.causal")
+    flags = [reader.flag(key) for key in ("is_causal", "dflash_query_causal", "dflash_config.causal")]
+    is_causal = any(flags)
     windows = layer_kinds(reader)
     if not any(windows) and not is_causal:
         full_attention(reader, "config.json: layer_types; rule of the format: bidirectional blocks")

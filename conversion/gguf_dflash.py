@@ -10,9 +10,21 @@ from typing import Any
 
 import torch
 
+from dspark.rope_rules import is_number
+
 from .checkpoint import Checkpoint
 from .names import GGUF_DFLASH, map_names
-from .parts import NO_HEADS, NO_SCALE, REST, full_attention, set_draft_vocab, set_layers, tables, target_width
+from .parts import (
+    NO_HEADS,
+    NO_SCALE,
+    REST,
+    full_attention,
+    set_draft_vocab,
+    set_layers,
+    tables,
+    target_width,
+    whole_numbers,
+)
 from .reading import Reader
 from .record import Record
 from .stored import StoredTensor
@@ -89,8 +101,10 @@ def gguf_sizes(reader: Reader, prefix: str) -> None:
     reader.set("initializer_range", 0.02, "rule of the format: read in training only")
 
 
-def shortest(value: float) -> float:
-    """The decimal a float32 of the file was written from: the shortest that rounds to it."""
+def shortest(value: Any) -> Any:
+    """The decimal a float32 of the file was written from: the shortest that rounds to it; no number stays as it is."""
+    if not is_number(value):
+        return value
     single = float(torch.tensor(value, dtype=torch.float32))
     digits = (float(f"{single:.{n}g}") for n in range(1, 10))
     return next((d for d in digits if float(torch.tensor(d, dtype=torch.float32)) == single), single)
@@ -137,28 +151,41 @@ def _anchor(reader: Reader) -> None:
 
 
 def _attention(reader: Reader) -> None:
-    is_causal = reader.get("dflash.attention.causal")
-    layers = reader.fields["num_hidden_layers"].value
+    is_causal = reader.flag("dflash.attention.causal")
+    layers: int = reader.fields["num_hidden_layers"].value
     if is_causal is None and "causal_in_block" not in reader.choices:
         raise ValueError(
             f"{reader.source} has no key dflash.attention.causal, which decides whether a block is read both ways. "
             f"Pass `causal_in_block={[False] * layers}` (DSpark), or True for causal layers."
         )
-    window = reader.get("dflash.attention.sliding_window") or None
-    pattern = reader.get("dflash.attention.sliding_window_pattern")
-    slides = pattern if isinstance(pattern, list) else [True] * layers
+    key = "dflash.attention.sliding_window"
+    window = reader.count(key) if reader.get(key) != 0 else None
+    slides = _pattern(reader, f"{key}_pattern", layers)
     if window is None:
         full_attention(reader, "GGUF: no dflash.attention.sliding_window")
         windows: list[int | None] = [None] * layers
     else:
         windows = [window if one else None for one in slides]
-        if window < reader.fields["block_size"].value and not is_causal:
+        is_narrow = window < (reader.count("dflash.block_size") or 0)
+        if is_narrow and not is_causal and "attention_windows" not in reader.choices:
             raise ValueError(
                 f"{reader.source}: a window of {window} below the block size, in a block read both ways: whether it "
                 "also cuts what lies ahead is not settled among readers. Pass `window_rule` and `attention_windows`."
             )
     source = "GGUF: dflash.attention.causal, sliding_window, sliding_window_pattern"
     set_layers(reader, windows, rule="per_slot_all", causal=[bool(is_causal)] * layers, source=source)
+
+
+def _pattern(reader: Reader, key: str, layers: int) -> list[bool]:
+    """Which layers slide; all where the file does not say."""
+    pattern = reader.get(key)
+    if pattern is None:
+        return [True] * layers
+    if not isinstance(pattern, list) or len(pattern) != layers or not all(isinstance(one, bool) for one in pattern):
+        raise ValueError(
+            f"{reader.source}: `{key}` must be true or false for each of {layers} layers, got {pattern!r}."
+        )
+    return pattern
 
 
 def gguf_heads(reader: Reader, *, has_confidence: bool | None = None) -> None:
@@ -172,7 +199,7 @@ def gguf_heads(reader: Reader, *, has_confidence: bool | None = None) -> None:
     reader.set("markov_rank", rank, "columns of markov_w1")
     reader.set("markov_head_type", "vanilla" if rank else "none", "rule of the format: vanilla heads only")
     reader.set("enable_confidence_head", proj is not None, f"conf_proj is {'not ' if proj is None else ''}stored")
-    declared = reader.get("dflash.has_confidence_head") if has_confidence is None else has_confidence
+    declared = reader.flag("dflash.has_confidence_head") if has_confidence is None else has_confidence
     if declared is not None and declared != (proj is not None):
         found = "stored" if proj is not None else "not stored"
         raise ValueError(f"{reader.source}: has_confidence_head is {declared}, and the confidence head is {found}.")
@@ -190,6 +217,8 @@ def gguf_vocabulary(reader: Reader) -> None:
             reader.set("vocab_size", held[name].shape[0], f"rows of {held[name].key}")
             return
     tokens = reader.get("tokenizer.ggml.tokens")
+    if tokens is not None and not isinstance(tokens, list):
+        raise ValueError(f"{reader.source}: `tokenizer.ggml.tokens` must be a list of tokens, got {tokens!r}.")
     if tokens is not None:
         reader.set("vocab_size", len(tokens), "GGUF: length of tokenizer.ggml.tokens")
     elif "lm_head.weight" in held and "d2t" not in (reader.checkpoint.tensors or {}):
@@ -205,7 +234,9 @@ def _draft_vocabulary(reader: Reader, stored: Mapping[str, Any]) -> None:
     if d2t is None:
         reader.set("draft_vocab", None, "no d2t is stored")
         return
-    ids, vocab = d2t[...].long(), reader.fields["vocab_size"].value
+    if not d2t.shape or not d2t.shape[0]:
+        raise ValueError(f"{reader.source}: d2t must hold the target ids of the draft vocabulary, and is empty.")
+    ids, vocab = whole_numbers(reader, d2t, d2t.shape[0]), reader.fields["vocab_size"].value
     if (
         bool((ids < 0).any())
         or (vocab is not None and bool((ids >= vocab).any()))

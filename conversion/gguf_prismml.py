@@ -40,7 +40,7 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
     reader.take("mask_token_id", _KEYS + "mask_token_id")
     reader.set("sample_from_anchor", True, "rule of the format: the anchor slot drafts")
     full_attention(reader, "rule of the format: whole context, bidirectional blocks")
-    gguf_heads(reader, has_confidence=reader.get(_KEYS + "confidence_head"))
+    gguf_heads(reader, has_confidence=reader.flag(_KEYS + "confidence_head"))
     _agree(reader, "markov_rank", "markov_rank")
     _agree(reader, "confidence_head_with_markov", "confidence_head_with_markov")
     gguf_vocabulary(reader)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from .checkpoint import find_gguf
-from .gguf_file import gguf_package
+from .gguf_file import gguf_package, gguf_reader
 
 _TOKENS, _TYPES, _SCORES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"
 _PER_TOKEN = (_TOKENS, _TYPES, _SCORES)
@@ -102,7 +102,7 @@ def _fetched(source: str) -> Path:
 
 def _from_gguf(path: str) -> GgufTarget:
     gguf = gguf_package(path)
-    fields = gguf.GGUFReader(path).fields
+    fields = gguf_reader(path).fields
     array = gguf.GGUFValueType.ARRAY
     keys = {
         name: (part.contents(), part.types[0], part.types[-1] if part.types[0] == array else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dspark.configuration_dspark import DSparkConfig
+from dspark.files import some
 
 from .record import Record
 from .stored import FLOATS, StoredTensor
@@ -88,9 +89,9 @@ def check_tensors(record: Record, config: DSparkConfig, *, ignores_shapes: bool 
     wanted = expected_tensors(config)
     problems = [*_head_problems(record, wanted)]
     if missing := sorted(wanted.keys() - record.tensors.keys()):
-        problems.append(f"missing tensors: {', '.join(missing)}")
+        problems.append(f"missing tensors: {some(missing)}")
     if unexpected := sorted(record.tensors.keys() - wanted.keys()):
-        problems.append(f"unexpected tensors: {', '.join(unexpected)}")
+        problems.append(f"unexpected tensors: {some(unexpected)}")
     shared = [(name, record.tensors[name]) for name in sorted(wanted.keys() & record.tensors.keys())]
     if not ignores_shapes:
         problems += _shape_problems(shared, wanted)
@@ -106,7 +107,7 @@ def _head_problems(record: Record, wanted: Shapes) -> list[str]:
     """Contradictions between a field and the tensors, in the words of the field."""
     tensors, rank, problems = record.tensors or {}, record["markov_rank"], []
     w1 = tensors.get("markov_head.markov_w1.weight")
-    if w1 is not None and rank and w1.shape[-1] != rank:
+    if w1 is not None and rank and len(w1.shape) == 2 and w1.shape[-1] != rank:
         problems.append(f"`markov_rank` is {rank}, but {w1.key} has {w1.shape[-1]} columns")
     for part in ("gate_proj", "joint_proj"):
         name = f"markov_head.{part}.weight"
@@ -116,7 +117,8 @@ def _head_problems(record: Record, wanted: Shapes) -> list[str]:
                 f"`markov_head_type` is {record['markov_head_type']!r}, but markov_head.{part}.* is {found}"
             )
     proj = tensors.get("confidence_head.proj.weight")
-    if proj is not None and proj.shape != wanted.get("confidence_head.proj.weight", proj.shape):
+    fits = proj is None or proj.shape == wanted.get("confidence_head.proj.weight", proj.shape)
+    if proj is not None and len(proj.shape) == 2 and not fits:
         problems.append(
             f"`confidence_head_with_markov` is {record['confidence_head_with_markov']}, but {proj.key} has "
             f"{proj.shape[-1]} columns"
@@ -130,7 +132,7 @@ def _shape_problems(shared: Iterable[tuple[str, StoredTensor]], wanted: Shapes) 
         for name, tensor in shared
         if tensor.shape != wanted[name]
     ]
-    return [f"wrong shapes: {'; '.join(wrong)}"] if wrong else []
+    return [f"wrong shapes: {some(wrong, '; ')}"] if wrong else []
 
 
 def _dtype_problems(shared: Iterable[tuple[str, StoredTensor]]) -> list[str]:
@@ -139,7 +141,7 @@ def _dtype_problems(shared: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         for name, tensor in shared
         if name != "draft_token_ids" and tensor.dtype not in FLOATS and not tensor.transform
     ]
-    return [f"wrong dtypes: {'; '.join(wrong)} (floating-point numbers are wanted)"] if wrong else []
+    return [f"wrong dtypes: {some(wrong, '; ')} (floating-point numbers are wanted)"] if wrong else []
 
 
 def check_finite(record: Record) -> None:
@@ -151,7 +153,7 @@ def check_finite(record: Record) -> None:
     bad = sorted(tensor.key for tensor in (record.tensors or {}).values() if not tensor.is_finite)
     if bad:
         raise ValueError(
-            f"{record.source} has NaN or infinite numbers in {', '.join(bad)}: a table that was never trained or a "
+            f"{record.source} has NaN or infinite numbers in {some(bad)}: a table that was never trained or a "
             "damaged file. Export it again; nothing was loaded."
         )
 

@@ -10,6 +10,11 @@ import torch
 
 from .stored import StoredTensor
 
+# Tensors whose extents readers take as sizes.
+_DIMS = {
+    "fc.weight": 2, "markov_head.markov_w1.weight": 2, "confidence_head.proj.weight": 2, "embed_tokens.weight": 2,
+    "lm_head.weight": 2, "layers.0.self_attn.q_norm.weight": 1,
+}  # fmt: skip
 _WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.)+")
 
 
@@ -63,7 +68,7 @@ def map_names(
     """Tensors by canonical name; what is left out goes to `ignored` with its reason.
 
     Raises:
-        ValueError: Two tensors stand for one and hold different numbers.
+        ValueError: Two tensors stand for one and hold different numbers, or one is no matrix where it must be.
     """
     found: dict[str, StoredTensor] = {}
     # A tensor under its canonical name goes first: another name for it is the copy.
@@ -81,6 +86,12 @@ def map_names(
                 "Remove the one that is out of date."
             )
         ignored[name] = f"a copy of {found[canonical].key}"
+    for name, dims in _DIMS.items():
+        if name in found and len(found[name].shape) != dims:
+            raise ValueError(
+                f"{source} stores {found[name].key} with the shape {list(found[name].shape)}, and it must have {dims} "
+                f"dimension{'s' if dims > 1 else ''}: damaged, or another model's. Convert or download it again."
+            )
     return found
 
 
@@ -89,8 +100,10 @@ def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape:
         return False
     a, b = one[...], other[...]
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return a.dtype == b.dtype and torch.equal(a, b)
     narrow = min(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).bits)
-    return bool(torch.equal(a.to(narrow), b.to(narrow)))
+    return torch.equal(a.to(narrow).float(), b.to(narrow).float())
 
 
 _ALIASES = {

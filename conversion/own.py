@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from dspark.configuration_dspark import DSparkConfig
@@ -10,6 +11,7 @@ from dspark.configuration_dspark import DSparkConfig
 from .checkpoint import Checkpoint
 from .reading import Reader
 from .record import LayerSight, Record
+from .stored import StoredTensor
 
 NAME = "dspark"
 
@@ -46,7 +48,7 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
         stored = (reader.tensors or {}).get("draft_token_ids")
         if stored is None:
             raise ValueError(f"{checkpoint.source} has a reduced vocabulary, and no tensor draft_token_ids.")
-        ids = stored[...].tolist()
+        ids = _draft_ids(checkpoint.source, stored, config)
     reader.set("draft_vocab", ids, "tensor draft_token_ids" if ids else "config.json: draft_vocab_size")
     for name in config.to_dict():
         if name not in reader.fields:
@@ -58,6 +60,18 @@ def read(checkpoint: Checkpoint, choices: Mapping[str, Any]) -> Record:
     dtype = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     reader.set("dtype", dtype, "config.json: dtype")
     return reader.record()
+
+
+def _draft_ids(source: str, stored: StoredTensor, config: DSparkConfig) -> list[int]:
+    size, vocab = config.draft_vocab_size, config.vocab_size or 0
+    ids = stored[...].tolist() if stored.dtype.startswith("int") and stored.shape == (size,) else []
+    if not ids or ids[0] < 0 or ids[-1] >= vocab or any(b <= a for a, b in pairwise(ids)):
+        raise ValueError(
+            f"`draft_token_ids` of {source} must be {size} integers (`draft_vocab_size`), strictly increasing and in "
+            f"0..{vocab - 1}, got {stored.dtype} {list(stored.shape)} {ids[:4]}... The checkpoint is damaged or badly "
+            "converted: convert or download it again."
+        )
+    return ids
 
 
 __all__ = ["NAME", "read", "recognises"]

@@ -12,6 +12,7 @@ from .record import LayerSight
 from .stored import FLOATS, StoredTensor
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_MASKS = ("bool", "uint8", "int8", "int32", "int64")
 BACKBONE = (*_SIZES, "rms_norm_eps", "vocab_size")  # without these a config says nothing
 NO_SCALE = {
     "embed_scale": (1.0, "embeddings enter the block as they are stored"),
@@ -69,13 +70,18 @@ def layer_kinds(reader: Reader, under: str = "") -> list[int | None]:
         ValueError: The types are not one per layer, or a sliding layer has no window.
     """
     layers = reader.fields["num_hidden_layers"].value
-    types, window = reader.get(under + "layer_types"), reader.get(under + "sliding_window")
+    types, may_slide = reader.get(under + "layer_types"), reader.flag(under + "use_sliding_window")
+    window = None if may_slide is False else reader.count(under + "sliding_window")
     if types is None:
+        if may_slide is not True or window is None:
+            return [None] * layers
         first = reader.get(under + "max_window_layers")
-        slides = bool(reader.get(under + "use_sliding_window")) and window is not None
-        if slides and first is None:
-            raise ValueError(f"{reader.source}: `sliding_window` {window} without `layer_types`: which layers slide?")
-        return [window if slides and i >= first else None for i in range(layers)]
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(
+                f"{reader.source}: `sliding_window` {window} without `layer_types`, and `max_window_layers` is "
+                f"{first!r}: which layers slide? Name the type of each in `layer_types`."
+            )
+        return [window if i >= first else None for i in range(layers)]
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise ValueError(
@@ -83,10 +89,11 @@ def layer_kinds(reader: Reader, under: str = "") -> list[int | None]:
             f"layers, got {types!r}."
         )
     slides = "sliding_attention" in types
-    if slides and (window is None or reader.get(under + "use_sliding_window") is False):
+    if slides and window is None:
         raise ValueError(
-            f"{reader.source}: `layer_types` has sliding layers, and `sliding_window` is {window!r} with "
-            f"`use_sliding_window` {reader.get(under + 'use_sliding_window')!r}. Name the window, or full layers."
+            f"{reader.source}: `layer_types` has sliding layers, and `sliding_window` is "
+            f"{reader.get(under + 'sliding_window')!r} with `use_sliding_window` {may_slide!r}. Name the window, or "
+            "full layers."
         )
     return [window if kind == "sliding_attention" else None for kind in types]
 
@@ -178,9 +185,7 @@ def target_width(reader: Reader) -> None:
         reader.set("target_hidden_size", width, "rule of the format: as wide as the drafter")
         return
     columns = fc.shape[-1]
-    declared = reader.get("target_hidden_size")
-    if not isinstance(declared, int | None):
-        raise ValueError(f"{reader.source}: `target_hidden_size` must be an integer, got {declared!r}.")
+    declared = reader.count("target_hidden_size")
     if columns != taps * (declared or width) and columns != taps * width:
         raise ValueError(
             f"{reader.source}: fc.weight is {list(fc.shape)}, {columns} columns, but `target_layer_ids` has {taps} "
@@ -217,9 +222,14 @@ def offset_vocabulary(reader: Reader, stored: dict[str, StoredTensor] | None, si
             f"{reader.source}: `draft_vocab_size` {size} is below `vocab_size` {vocab}, and there is no tensor d2t: "
             "draft ids cannot be mapped to target ids. Restore d2t from the training run."
         )
-    offsets = _whole_numbers(reader, d2t, size)
-    ids = torch.arange(size) + offsets
+    offsets = whole_numbers(reader, d2t, size)
+    ids = torch.arange(len(offsets)) + offsets
     mask = stored.get("t2d")
+    if mask is not None and (mask.dtype not in _MASKS or mask.shape != (vocab,)):
+        raise ValueError(
+            f"{reader.source}: t2d must mark each of the {vocab} ids of the target (`vocab_size`) true or false, got "
+            f"{mask.dtype} {list(mask.shape)}."
+        )
     _check_offsets(reader, ids, offsets, None if mask is None else mask[...], vocab)
     set_draft_vocab(reader, d2t, ids, "offsets to target ids", "tensor d2t (offsets)")
 
@@ -231,7 +241,12 @@ def set_draft_vocab(reader: Reader, d2t: StoredTensor, ids: torch.Tensor, transf
     reader.tensors["draft_token_ids"] = d2t.transformed(transform, ids)
 
 
-def _whole_numbers(reader: Reader, d2t: StoredTensor, size: int) -> torch.Tensor:
+def whole_numbers(reader: Reader, d2t: StoredTensor, size: int) -> torch.Tensor:
+    """The numbers of `d2t`, int64 `[size]`.
+
+    Raises:
+        ValueError: It holds others, or another number of them.
+    """
     if not d2t.dtype.startswith("int") or d2t.shape != (size,):
         raise ValueError(
             f"{reader.source}: d2t must be {size} integers, one per id of the draft vocabulary (`draft_vocab_size`), "
@@ -270,5 +285,5 @@ def _check_offsets(
 
 __all__ = [
     "BACKBONE", "NO_HEADS", "NO_SCALE", "REST", "backbone", "full_attention", "heads", "layer_kinds",
-    "offset_vocabulary", "set_draft_vocab", "set_layers", "tables", "target_width",
+    "offset_vocabulary", "set_draft_vocab", "set_layers", "tables", "target_width", "whole_numbers",
 ]  # fmt: skip

@@ -45,6 +45,28 @@ class Reader:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
+    def flag(self, path: str) -> bool | None:
+        """True or False at a path; None if there is neither.
+
+        Raises:
+            ValueError: It is something else: "false" is no False.
+        """
+        value = self.get(path)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{self.source}: `{path}` must be true or false, got {value!r}.")
+        return value
+
+    def count(self, path: str) -> int | None:
+        """A positive integer at a path; None if there is none.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        value = self.get(path)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{self.source}: `{path}` must be a positive integer, got {value!r}.")
+        return value
+
     @property
     def file(self) -> str:
         """What paths are keys of, for provenance."""
@@ -111,7 +133,8 @@ class Reader:
     def layer_ids(self, path: str, shift: int, rule: str) -> None:
         """`target_layer_ids` from a list of integers, `shift` added to each."""
         ids = self.get(path)
-        if shift and (not isinstance(ids, list) or not all(isinstance(i, int) for i in ids)):
+        is_list = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        if shift and not is_list:
             raise ValueError(f"{self.source}: `{path}` must be a list of integers, got {ids!r}.")
         where = f"{self.file}: {path}" + (f" {ids}, {rule}" if shift else "")
         self.set("target_layer_ids", [i + shift for i in ids] if shift else ids, where)

@@ -24,6 +24,7 @@ from . import (
     zlab,
 )
 from .checkpoint import Checkpoint
+from .choices import decided
 from .record import Record
 from .refused import reason_to_refuse
 from .writing import Writer
@@ -83,7 +84,7 @@ def is_recognised(config: dict[str, Any]) -> bool:
     return any(entry.recognises(Checkpoint("", config, None)) for entry in FORMATS.values())
 
 
-def read_record(checkpoint: Checkpoint, **choices: Any) -> Record:
+def read_record(checkpoint: Checkpoint, /, **choices: Any) -> Record:
     """Record of a checkpoint in any format.
 
     Args:
@@ -107,7 +108,7 @@ def read_record(checkpoint: Checkpoint, **choices: Any) -> Record:
             f"'dspark' or one of the formats {', '.join(sorted(FORMATS.keys() - {own.NAME}))}. A target model goes to "
             "`AutoModelForCausalLM`, the drafter to `DSparkDrafter`."
         )
-    return found[0].read(checkpoint, choices)
+    return decided(found[0].read(checkpoint, choices), choices)
 
 
 def _seen(checkpoint: Checkpoint) -> str:

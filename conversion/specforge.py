@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dspark.rope_rules import is_number
+
 from .checkpoint import Checkpoint
 from .names import SPECFORGE, map_names
 from .parts import BACKBONE, NO_HEADS, NO_SCALE, REST, backbone, heads, layer_kinds, set_layers, tables, target_width
@@ -100,6 +102,8 @@ def _backbone(reader: Reader) -> None:
 
 def _heads(reader: Reader) -> None:
     alpha = reader.get(_DFLASH + "confidence_head_alpha")
+    if alpha is not None and not is_number(alpha):
+        raise ValueError(f"{reader.source}: `{_DFLASH}confidence_head_alpha` must be a number, got {alpha!r}.")
     rules = {
         "markov_rank": (0, "no head where the config is silent"),
         "markov_head_type": ("vanilla", "vanilla where the config is silent"),
@@ -110,7 +114,7 @@ def _heads(reader: Reader) -> None:
 
 
 def _whole_vocabulary(reader: Reader) -> None:
-    size, vocab = reader.get("draft_vocab_size"), reader.fields["vocab_size"].value
+    size, vocab = reader.count("draft_vocab_size"), reader.fields["vocab_size"].value
     if size not in (None, vocab):
         raise ValueError(
             f"{reader.source}: `draft_vocab_size` {size} differs from `vocab_size` {vocab}, and SpecForge stores no "

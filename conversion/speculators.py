@@ -76,7 +76,7 @@ def _anchor(reader: Reader) -> None:
     if "sample_from_anchor" in reader.choices:
         reader.set("sample_from_anchor", None, "")
         return
-    block, flag = reader.fields["block_size"].value, reader.get("sample_from_anchor")
+    block, flag = reader.fields["block_size"].value, reader.flag("sample_from_anchor")
     tokens = _speculative_tokens(reader)
     fewer = block - tokens if isinstance(tokens, int) and isinstance(block, int) else None
     if flag is not None:
@@ -107,13 +107,14 @@ def _speculative_tokens(reader: Reader) -> Any:
     methods = reader.get(_PROPOSALS)
     if not isinstance(methods, list):
         return None
-    named = {method.get("speculative_tokens") for method in methods if isinstance(method, dict)} - {None}
-    return named.pop() if len(named) == 1 else None
+    named = [method.get("speculative_tokens") for method in methods if isinstance(method, dict)]
+    named = [tokens for tokens in named if tokens is not None]
+    return named[0] if named and all(tokens == named[0] for tokens in named) else None
 
 
 def _attention(reader: Reader) -> None:
     windows = layer_kinds(reader, _INNER)
-    is_bidirectional = bool(reader.get("sliding_window_non_causal"))
+    is_bidirectional = bool(reader.flag("sliding_window_non_causal"))
     causal = [window is not None and not is_bidirectional for window in windows]
     source = "config.json: transformer_layer_config.layer_types, sliding_window; sliding_window_non_causal"
     set_layers(reader, windows, rule="ctx_from_anchor", causal=causal, source=source)
@@ -123,8 +124,13 @@ def _rope(reader: Reader) -> None:
     inner = reader.config["transformer_layer_config"]
     rope = inner.get("rope_parameters")
     if isinstance(rope, dict) and any(isinstance(part, dict) for part in rope.values()):
-        rope = rope.get("sliding_attention") or rope.get("full_attention")
-        inner = {**inner, "rope_parameters": rope}
+        parts = [rope[kind] for kind in ("sliding_attention", "full_attention") if rope.get(kind) is not None]
+        if any(part != parts[0] for part in parts):
+            raise ValueError(
+                f"{reader.source}: `{_INNER}rope_parameters` turns sliding and full layers differently, {parts}. It "
+                "cannot be run: draft layers here have one rotary table."
+            )
+        inner = {**inner, "rope_parameters": parts[0] if parts else None}
     reader.rope(inner, under=_INNER)
 
 
@@ -145,17 +151,18 @@ def _heads(reader: Reader) -> None:
 
 
 def _draft_vocab_size(reader: Reader) -> int | None:
-    size = reader.get("draft_vocab_size")
+    size = reader.count("draft_vocab_size")
     d2t = (reader.checkpoint.tensors or {}).get("d2t")
-    return d2t.shape[0] if size is None and d2t is not None else size
+    return d2t.num_elements if size is None and d2t is not None else size
 
 
 def _target(reader: Reader) -> None:
     verifier = reader.get("speculators_config.verifier")
     verifier = verifier if isinstance(verifier, dict) else {}
-    architectures = verifier.get("architectures") or [None]
+    architectures = verifier.get("architectures")
     note = {
-        "name": verifier.get("name_or_path"), "architecture": architectures[0],
+        "name": verifier.get("name_or_path"),
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
         "stored_layer_ids": reader.get("aux_hidden_state_layer_ids"),
     }  # fmt: skip
     kept = {key: value for key, value in note.items() if value}

@@ -69,7 +69,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no number of a tensor is NaN or infinite; looked at in pieces, as the test needs room of its own."""
     if not tensor.is_floating_point():
         return True
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_PIECE))
+    parts = tensor.reshape(-1).split(_PIECE)
+    # Numbers of one byte have no such test of their own.
+    return all(bool((part.float() if part.element_size() == 1 else part).isfinite().all()) for part in parts)
 
 
 __all__ = ["FLOATS", "StoredTensor", "is_finite"]

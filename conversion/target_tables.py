@@ -80,9 +80,7 @@ def open_target(source: str | os.PathLike[str], *, gguf_file: str | None = None,
     """
     folder, name = _split(source, gguf_file)
     gguf = {} if name is None else {"gguf_file": name}
-    config = AutoConfig.from_pretrained(folder, **gguf, **hub_kwargs)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _empty_model(source, folder, {**gguf, **hub_kwargs})
     embedding, head = embedding_module(model), head_module(model)
     if embedding is None or head is None:
         raise ValueError(f"{source} is a {type(model).__name__}, which has no embedding and LM head to share.")
@@ -101,6 +99,27 @@ def open_target(source: str | os.PathLike[str], *, gguf_file: str | None = None,
         str(source), text.num_hidden_layers, text.hidden_size, int(embedding.weight.shape[0]), own_factor(embedding),
         type(model).__name__, find,
     )  # fmt: skip
+
+
+def _empty_model(source: Any, folder: str, how: dict[str, Any]) -> Any:
+    """The target without weights.
+
+    Raises:
+        OSError: There is no config, or no such file.
+        ValueError: Not a causal LM that transformers can build.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, **how)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # a config.json of anything ends in an error of any class
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{source} cannot be used as the target: no causal LM can be built from its config "
+            f"({type(error).__name__}: {reason:.200}). Name the model the drafter was trained for."
+        ) from error
 
 
 def _split(source: Any, gguf_file: str | None) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from .record import SEMANTIC_FIELDS, Record
 from .target_tables import TargetTables
 
 _ROWS, _LONGEST = 2, 4096
+_LARGEST_TABLE = 2**31  # numbers; four bytes each, twice
 # Fields that decide nothing about drafts: a layout that does not hold one is told apart from one that changes it.
 NOT_DRAFTING = (
     "target", "num_target_layers", "initializer_range", "attention_dropout", "confidence_temperatures", "dtype",
@@ -96,6 +97,7 @@ def verify(
 
     Raises:
         VerificationError: They differ by more.
+        ValueError: Tables that stand in for a target's would not go into memory.
     """
     one = source()
     generator = torch.Generator().manual_seed(20)
@@ -104,6 +106,11 @@ def verify(
     length = min(max([8, *windows]) + 2 * one.config.block_size, _LONGEST)
     states = torch.randn(_ROWS, length, one.config.context_width, generator=generator)
     anchors = torch.randint(vocab, (_ROWS,), generator=generator)
+    if target is None and vocab * one.config.hidden_size > _LARGEST_TABLE:
+        raise ValueError(
+            f"Verification makes up tables for a vocabulary of {vocab} (`vocab_size`), which is too large. Name the "
+            "target with `--target` (`target=`), whose tables are then used."
+        )
     tables = _tables(target, vocab, one.config.hidden_size, generator)
     first = one.draft(anchors, states, target=tables)
     del one

@@ -76,8 +76,8 @@ def _both(name: str) -> tuple[str, str]:
 
 
 def _attention(reader: Reader) -> None:
-    windows, is_causal = layer_kinds(reader), reader.get("is_causal")
-    causal = [window is not None if is_causal is None else bool(is_causal) for window in windows]
+    windows, is_causal = layer_kinds(reader), reader.flag("is_causal")
+    causal = [window is not None if is_causal is None else is_causal for window in windows]
     is_old = reader.get(_DFLASH + "block_size") is None
     if is_old and (any(windows) or any(causal)):
         _require_choice(reader, windows)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig
+from transformers.utils import cached_file
 
 from .configuration_dspark import DSparkConfig
+from .files import read_json
 
 CONFIG_KEYS = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -85,23 +88,35 @@ def _raw_config(source: Any, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
         raw, _ = PreTrainedConfig.get_config_dict(source, **hub_kwargs)
     except TypeError:  # what transformers makes of null
         raw = None
+    except HFValidationError:  # no name of a repository
+        raise
+    except (ValueError, RecursionError) as error:
+        raise OSError(
+            f"The config.json of {source} cannot be read ({error!s:.200}). Correct it, or download or save it again."
+        ) from error
     if not isinstance(raw, dict):
         raise OSError(f"The config.json of {source} is not a JSON object, so no drafter can be read from it.")
+    path = None
+    if raw:
+        path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False, **hub_kwargs)
+    if path is not None:
+        read_json(path)  # where a key is there twice, transformers has taken the last
     return raw
 
 
-def check_index(source: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse an index of shards in our own format that leads out of its folder.
+def check_weights(source: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse weights in our own format that cannot be loaded as they are, by their headers; see `dspark.conversion`.
 
     Raises:
-        ValueError: It does.
-        OSError: It is damaged.
+        ValueError: An index leads out of the folder, or numbers are of another kind.
+        OSError: A file is missing or damaged.
     """
-    from dspark.conversion import check_index as check  # here: conversion imports from this package
+    from dspark.conversion import check_weights as check  # here: conversion imports from this package
 
     folder = os.path.join(source, kwargs.get("subfolder") or "")
-    if os.path.isdir(folder):
+    is_quantised = getattr(kwargs["config"], "quantization_config", None) is not None
+    if os.path.isdir(folder) and not is_quantised:
         check(folder, kwargs.get("variant"))
 
 
-__all__ = ["CONFIG_KEYS", "check_index", "own_config", "read_any", "read_config", "read_record"]
+__all__ = ["CONFIG_KEYS", "check_weights", "own_config", "read_any", "read_config", "read_record"]

@@ -1,10 +1,11 @@
-"""Files that are whole or not there, files that grow line by line, and reading models without transformers' bars."""
+"""Files that are whole or not there, files that grow line by line, strict JSON, models without transformers' bars."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,37 @@ def whole_lines(path: Path) -> tuple[bytes, bool]:
     return data[:whole], whole < len(data)
 
 
+def some(names: Sequence[str], separator: str = ", ", most: int = 20) -> str:
+    """Names for a message: the first `most`, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return separator.join([*names[:most], *more])
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds, read strictly: of a key that is there twice nobody knows which value was meant.
+
+    Raises:
+        OSError: It is no UTF-8 JSON, nested too deep, or has a key twice; names the file.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_object)
+        json.dumps(found, ensure_ascii=False).encode()  # half a character, written \\ud800, could not be shown
+        return found
+    except (ValueError, RecursionError) as error:
+        raise OSError(
+            f"{path} cannot be read as JSON ({error!s:.200}). Correct it, or download or save it again."
+        ) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
 @contextmanager
 def quiet_bars() -> Iterator[None]:
     """Hide transformers' own progress bars, which would break into ours."""
@@ -47,4 +79,4 @@ def quiet_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["quiet_bars", "whole_lines", "write_atomically"]
+__all__ = ["quiet_bars", "read_json", "some", "whole_lines", "write_atomically"]

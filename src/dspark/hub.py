@@ -17,8 +17,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .adapter_files import drafter_of_adapter, find_adapter, read_adapter_config
-from .any_format import CONFIG_KEYS, check_index, own_config, read_any, read_config, read_record
+from .any_format import CONFIG_KEYS, check_weights, own_config, read_any, read_config, read_record
 from .configuration_dspark import DSparkConfig
+from .files import some
 from .peft_layers import carries_adapters
 
 _OF_ADAPTER = ("revision", "subfolder")  # these say where an adapter is, not its drafter
@@ -66,7 +67,8 @@ class LoadsAnyFormat:
         try:
             raw, record = ({}, None) if _is_bare(source, config) else read_any(source, how, overrides)
         except OSError:
-            if config is not None or (folder := find_adapter(source, **hub_kwargs)) is None:
+            is_file = os.path.isfile(source)  # no folder, so no adapter's
+            if is_file or config is not None or (folder := find_adapter(source, **hub_kwargs)) is None:
                 raise
             settings = read_adapter_config(folder, source)
             base = drafter_of_adapter(settings, folder, source)
@@ -91,7 +93,7 @@ class LoadsAnyFormat:
         kwargs["ignore_mismatched_sizes"] = True  # so that all shapes can be named in one message
         load = super().from_pretrained  # type: ignore[misc]
         if record is None:
-            check_index(source, kwargs)
+            check_weights(source, kwargs)
         else:
             check_tensors(record, config, ignores_shapes=ignores_shapes)
             kwargs = {key: value for key, value in kwargs.items() if key not in _ABOUT_FILES}
@@ -105,7 +107,9 @@ class LoadsAnyFormat:
                 f"The weights of {source} cannot be read ({error}): a safetensors file is damaged or was cut short. "
                 "Download or save it again."
             ) from error
-        if record is not None:
+        if record is None:
+            _check_finite(source, model)
+        else:
             check_finite(record)
             model.name_or_path = model.config.name_or_path = str(source)
         _check_tensors(source, info, ignores_shapes=ignores_shapes)
@@ -248,18 +252,28 @@ def _check_draft_ids(source: Any, ids: Any, vocab_size: int | None) -> None:
     )
 
 
+def _check_finite(source: Any, model: Any) -> None:
+    """The same for weights that transformers read: numbers of a plain floating-point kind."""
+    from dspark.conversion.stored import is_finite  # here: conversion imports from this package
+
+    plain = ((name, part) for name, part in model.named_parameters() if not part.is_meta and part.is_floating_point())
+    if bad := sorted(name for name, part in plain if not is_finite(part.detach())):
+        raise ValueError(
+            f"{source} has NaN or infinite numbers in {some(bad)}: a training that diverged, or a damaged file. Save "
+            "or download it again; nothing was loaded."
+        )
+
+
 def _check_tensors(source: Any, info: dict[str, Any], *, ignores_shapes: bool) -> None:
     problems = []
     if missing := sorted(info["missing_keys"]):
-        problems.append(f"missing tensors: {', '.join(missing)}")
+        problems.append(f"missing tensors: {some(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):
-        problems.append(f"unexpected tensors: {', '.join(unexpected)}")
+        problems.append(f"unexpected tensors: {some(unexpected)}")
     mismatched = sorted(info["mismatched_keys"], key=str)
     if mismatched and not ignores_shapes:
-        shapes = "; ".join(
-            f"{name} is {tuple(found)}, the config wants {tuple(want)}" for name, found, want in mismatched
-        )
-        problems.append(f"wrong shapes: {shapes}")
+        shapes = [f"{name} is {tuple(found)}, the config wants {tuple(want)}" for name, found, want in mismatched]
+        problems.append(f"wrong shapes: {some(shapes, '; ')}")
     if problems:
         raise ValueError(
             f"The checkpoint {source} does not fit its config: {'; '.join(problems)}. Either the weights or "
