@@ -102,7 +102,7 @@ CASES = {
     "training loss, no gradient": of_loss("bf16", gradient_ptr=None),
     "rejection, peaks": Case(rejection._rejection_peak_kernel, REJECTION),
     "rejection, sums": Case(rejection._rejection_sum_kernel, REJECTION),
-    "rejection, pick": Case(rejection._rejection_pick_kernel, REJECTION),
+    "rejection, pick": Case(rejection._rejection_pick_kernel, {**REJECTION, "num_warps": rejection._PICK_WARPS}),
     "rejection, peaks, greedy drafts": Case(
         rejection._rejection_peak_kernel, {**REJECTION, "draft_probs_ptr": None, "draft_token_ids_ptr": None}
     ),

@@ -16,6 +16,7 @@ from .arguments import Verdict
 from .torch import weight_bits
 
 _BLOCK_V = 1024
+_PICK_WARPS = 8  # with 4, triton 3.7 keeps 8 bytes of it on the stack of sm_90
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def rejection_sample(
         )  # fmt: skip
         _rejection_pick_kernel[(rows,)](
             *laws, uniforms, draft_token_ids, num_accepted, peaks, sums, next_ids, rows, slots, columns, *search,
-            tiles, scale, *strides, BLOCK_T=block_t, BLOCK_V=_BLOCK_V,
+            tiles, scale, *strides, BLOCK_T=block_t, BLOCK_V=_BLOCK_V, num_warps=_PICK_WARPS,
         )  # fmt: skip
     return Verdict(num_accepted, next_ids)
 
