@@ -247,7 +247,7 @@ def _headers(place: _Place, name: str, path: str) -> dict[str, StoredTensor]:
             slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - a handle is not a mapping
             found = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise OSError(f"The weights of {place.source} cannot be read, {name} ({error}): {_WAY_OUT}") from error
+        raise OSError(f"The weights of {place.source} cannot be read ({name}: {error}): {_WAY_OUT}") from error
     tensors = {}
     for key, (code, shape) in found.items():
         dtype = _DTYPES.get(code, code)

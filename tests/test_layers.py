@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "modeling.borrowing",
         "families",
         "modeling.files",
+        "modeling.rope_rules",
     },
     "decoding": {"ops", "heads", "modeling", "scheduling", "calibration"},
     "training": {"ops", "heads", "families", "objective", "modeling", "calibration", "decoding.capture"},

@@ -113,7 +113,7 @@ def check_weights(source: Any, kwargs: dict[str, Any]) -> None:
     """
     from dspark.conversion import check_weights as check  # here: conversion imports from this package
 
-    folder = os.path.join(source, kwargs.get("subfolder") or "")
+    folder = os.path.join(source, *filter(None, [kwargs.get("subfolder")]))
     is_quantised = getattr(kwargs["config"], "quantization_config", None) is not None
     if os.path.isdir(folder) and not is_quantised:
         check(folder, kwargs.get("variant"))

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
+from dataclasses import replace
 
 import pytest
+from dspark.conversion import WRITERS
 from typer.testing import CliRunner
 
 from dspark.cli import app, common
@@ -88,6 +92,21 @@ def test_any_name_can_be_shown(name, source, tmp_path) -> None:
     result = runner.invoke(app, ["inspect", str(folder)])
     assert result.exit_code == 0
     assert result.exception is None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ended_from_outside_it_leaves_nothing(number, code, source, tmp_path, monkeypatch) -> None:
+    def halfway(record, folder, how):
+        folder.mkdir()
+        (folder / "config.json").write_text("half")
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(WRITERS, "vllm", replace(WRITERS["vllm"], write=halfway))
+    assert run(source, tmp_path / "out", "--to", "vllm")[0] == code
+    assert os.listdir(tmp_path) == ["source"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_another_drafter_exits_with_1(tmp_path) -> None:

@@ -206,7 +206,7 @@ def test_damaged_pickles_are_named(tmp_path) -> None:
         data = file.read_bytes()
         for at in range(0, len(data), max(1, len(data) // 40)):
             file.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
-            with pytest.raises((OSError, ValueError), match=r"training_state\.pt|not fit its config|another drafter"):
+            with pytest.raises((OSError, ValueError), match=r"training_state\.pt|belongs? to another drafter"):
                 DSparkDrafter.from_pretrained(folder, allow_pickle=True)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -60,6 +62,19 @@ def bad_input_exits() -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from error
+
+
+@contextmanager
+def term_ends_cleanly() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, so that nothing half-written stays."""
+    if threading.current_thread() is not threading.main_thread():  # signals are handled there only
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_json(value: Any) -> None:
@@ -251,5 +266,5 @@ __all__ = [
     "BAD_INPUT", "BY_CURVE", "GPU", "Curve", "MaxNewTokens", "Pack", "PolicyName", "Seed", "Temperature", "Threads",
     "Threshold", "bad_input_exits", "check_out_file", "check_source", "chosen_curve", "chosen_device",
     "demo_drafter", "demo_target", "err", "load_curve", "load_drafter", "load_target", "out", "parse_dtype",
-    "print_json", "speculation", "use_threads",
+    "print_json", "speculation", "term_ends_cleanly", "use_threads",
 ]  # fmt: skip

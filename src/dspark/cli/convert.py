@@ -16,7 +16,7 @@ from rich.table import Table
 from dspark.conversion import WRITERS, ConversionReport, VerificationError
 from dspark.conversion import convert as convert_drafter
 
-from .common import bad_input_exits, check_source, err, out, print_json
+from .common import bad_input_exits, check_source, err, out, print_json, term_ends_cleanly
 
 NOT_THE_SAME = 1
 _SHOWN = (
@@ -83,7 +83,7 @@ def convert(
             "allow_pickle": allow_pickle,
         }  # fmt: skip
         try:
-            with _progress() as tell:
+            with term_ends_cleanly(), _progress() as tell:
                 report = convert_drafter(source, destination, to=to, target=target, progress=tell, **options)
         except VerificationError as error:
             err.print(f"[bold red]not the same:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
