@@ -84,7 +84,8 @@ if __name__ == "__main__":
         parse.add_argument(f"--{name}", nargs="+", default=[], help=f"prompt files, or of {', '.join(SETS)}")
     args = parse.parse_args()
     torch.set_num_threads(args.threads)
-    target, tokenizer = load_target(*((args.target, args.gguf_file) if args.target else demo_target()), torch.float32)
+    source = (args.target, args.gguf_file or None) if args.target else demo_target()
+    target, tokenizer = load_target(*source, torch.float32)
     args.drafter, texts = args.drafter or demo_drafter(), made_up(96 + args.prompts)
     with optimize_for_cpu(target):
         file = args.data or args.features or answers(args, target, tokenizer, texts[args.prompts :])
