@@ -13,7 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark import DSparkDrafter
-from tests.scripted import drafter_config
+from dspark.context_cache import ContextCache
+from dspark.decoding.context import extend_context
+from dspark.decoding.state import DecodingRun
+from dspark.scheduling import VerifyPolicy
+from dspark.speculation import SpeculationConfig
+from tests.decoding import pair
+from tests.scripted import Oracle, drafter_config
 
 VOCAB, WIDTH, PROMPT = 20_000, 64, 600
 
@@ -88,3 +94,49 @@ def test_last_call_leaves_only_statistics(target: LlamaForCausalLM) -> None:
     for _ in range(3):
         target.generate(ids, do_sample=False, max_new_tokens=40, assistant_model=drafter)
     assert tensor_bytes() - before <= 65536
+
+
+def test_states_of_rounds_without_drafts_wait_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds 3 to 302 draft nothing: their states wait for the next draft, in bounded number and in their order."""
+    waiting: list[int] = []
+    last: list[ContextCache] = []
+    contexts: list[ContextCache] = []
+
+    class Idle(VerifyPolicy):
+        rounds = 0
+
+        def slots(self, rows: int, most: int, remaining: object = None) -> int:
+            self.rounds += 1
+            return 0 if 3 <= self.rounds <= 302 else most
+
+    def spy(run: DecodingRun) -> None:
+        waiting.append(len(run.pending))
+        extend_context(run)
+        assert run.context is not None
+        last[:] = [run.context]
+
+    target = pair.target()
+    ids, mask = torch.randint(1, pair.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    call = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 310}
+    plain = target.generate(ids, **call)
+    texts = [row[skipped:].tolist() for row, skipped in zip(plain, (4, 0), strict=True)]
+    monkeypatch.setattr(SpeculationConfig, "new_policy", lambda _: Idle())
+    monkeypatch.setattr("dspark.decoding.loop.extend_context", spy)
+    for most in (1, 128):
+        monkeypatch.setattr("dspark.decoding.loop._MOST_PENDING", most)
+        waiting.clear()
+        drafter = Oracle(target, texts, [[0, 3], [2, 1]]).eval()
+        torch.manual_seed(0)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **call), plain)
+        assert max(waiting) == most
+        contexts.append(last[0])
+    each, late = contexts
+    assert each.lengths == late.lengths
+    for one, other in zip(each.keys + each.values, late.keys + late.values, strict=True):
+        assert one is not None
+        assert other is not None
+        for b, length in enumerate(each.lengths):
+            torch.testing.assert_close(other[b, :, :length], one[b, :, :length])

@@ -24,15 +24,18 @@ def extend_context(run: DecodingRun) -> None:
 
 def _merged(pending: list[PendingStates]) -> list[PendingStates]:
     """The same states in fewer entries: rounds without drafts, of which every row keeps all, are taken at once."""
-    merged: list[PendingStates] = []
+    runs: list[list[PendingStates]] = []
     for entry in pending:
-        last = merged[-1] if merged else None
-        if last is not None and _is_whole(last) and _is_whole(entry):
-            counts = [a + b for a, b in zip(last.counts, entry.counts, strict=True)]
-            merged[-1] = PendingStates(torch.cat([last.states, entry.states], dim=1), counts)
+        if runs and _is_whole(runs[-1][-1]) and _is_whole(entry):
+            runs[-1].append(entry)
         else:
-            merged.append(entry)
-    return merged
+            runs.append([entry])
+    return [some[0] if len(some) == 1 else _joined(some) for some in runs]
+
+
+def _joined(entries: list[PendingStates]) -> PendingStates:
+    counts = [sum(row) for row in zip(*(entry.counts for entry in entries), strict=True)]
+    return PendingStates(torch.cat([entry.states for entry in entries], dim=1), counts)
 
 
 def _is_whole(entry: PendingStates) -> bool:

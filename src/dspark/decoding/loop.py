@@ -16,7 +16,7 @@ from .state import DecodingRun, RowVerdict
 from .tracing import RoundTracer, trace_first
 from .verify import verify
 
-_MOST_PENDING = 32  # rounds without drafts whose states wait to be projected together
+_MOST_PENDING = 128  # rounds without drafts whose states wait: a text that never drafts again need not project them
 
 
 def decode(run: DecodingRun, input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
