@@ -153,6 +153,9 @@ def test_check(models: list[Any], curve: Path) -> None:
         assert entry["ratio"] == pytest.approx(entry["predicted"] / entry["measured"])
         assert entry["predicted"] >= 0.01 * NEW / 8
         assert entry["measured"] > 0
+    code, stdout, stderr = run("check", *models, "--size", 2, "--repeats", 1, "--json")
+    assert code == 0, stderr
+    assert json.loads(stdout)[0]["predicted"] > 0
     code, stdout, stderr = run("check", *models, "--curve", "gpu", "--size", 1, "--repeats", 1)
     assert code == 0
     assert "The curve was measured on something else (device: a made accelerator in the curve, cpu now" in stderr

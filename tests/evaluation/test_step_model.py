@@ -6,6 +6,7 @@ not the loop's.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -75,6 +76,23 @@ def test_with_the_real_clock() -> None:
     target, drafter = pair()
     (check,) = check_step_model(target, drafter, PROMPTS, known_curve(7), [2], max_new_tokens=8, repeats=1)
     assert 0 < check.measured < check.predicted
+
+
+def test_without_a_curve_the_pair_is_profiled_beside_the_batches() -> None:
+    """A target that sleeps 10 ms and 1 ms a token is predicted by what was measured, not by anything given."""
+    target, drafter = pair()
+
+    def slowed(_module: Any, args: Any, call: dict[str, Any]) -> None:
+        time.sleep(0.01 + 0.001 * call["input_ids"].numel())
+
+    handle = target.register_forward_pre_hook(slowed, with_kwargs=True)
+    try:
+        checks = check_step_model(target, drafter, PROMPTS, None, [1, 3], max_new_tokens=24, repeats=1)
+    finally:
+        handle.remove()
+    for check in checks:
+        assert check.measured > 0.01 * check.measured_rounds / check.batch_size
+        assert 0.6 < check.ratio < 1.6
 
 
 def test_a_text_without_rounds_is_refused() -> None:

@@ -141,10 +141,13 @@ def record(
 def check(
     target: Target,
     drafter: Drafter,
-    curve: Annotated[str, typer.Option(help="Step curve of this pair: a file of `dspark profile`.")],
     gguf_file: Gguf = None,
     prompts: PromptFiles = [],  # noqa: B006
     size: Annotated[list[int], typer.Option(min=1, help="Rows of a batch. Repeatable.")] = [1, 2, 4, 8],  # noqa: B006
+    curve: Annotated[
+        str | None,
+        typer.Option(help="Step curve of this pair: a file of `dspark profile`. Default: measured beside each size."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per row.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each batch size, after one that warms up.")] = 3,
     dtype: Dtype = "auto",
@@ -159,13 +162,13 @@ def check(
     Exit codes: 0 done, 2 bad input.
     """
     with bad_input_exits():
-        known = load_curve(curve)
+        known = None if curve is None else load_curve(curve)
         model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
         texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
         ids = [chat_ids(tokenizer, text) for text in texts]
         with ExitStack() as stack:
             pack(stack, model, draft)
-            if known.key and (others := known.key.differences(curve_key(model, known.key.model))):
+            if known and known.key and (others := known.key.differences(curve_key(model, known.key.model))):
                 found = "; ".join(others)
                 err.print(f"The curve was measured on something else ({found}).", style="yellow", markup=False)
             status = stack.enter_context(err.status("check"))

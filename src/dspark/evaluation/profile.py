@@ -31,6 +31,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     contexts: Sequence[int] = (128,),
     repeats: int = 3,
     key: CurveKey | None = None,
+    curve: ThroughputCurve | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> ThroughputCurve:
     """Measure a pair in rounds whose blocks take all widths in turn, every draft verified.
@@ -45,6 +46,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
         contexts: Tokens in each row's cache, at least 1.
         repeats: Timings per shape, after one that is left out; all of the fewest rows run once before, unmeasured.
         key: Kept with the curve.
+        curve: One to add to; None: a new one.
         on_progress: Told what is measured next: the warm-up, then each number of rows at each context.
 
     Raises:
@@ -52,7 +54,7 @@ def profile_pair(  # noqa: PLR0913 - what is measured, and how
     """
     slots = default_slots(drafter) if slots is None else slots
     _check(target, drafter, rows, slots, contexts, repeats)
-    curve = ThroughputCurve(key)
+    curve = ThroughputCurve(key) if curve is None else curve
     widths = sorted(set(slots))
     on_progress("warming up")
     _rounds(target, drafter, min(rows), min(contexts), widths, repeats)

@@ -18,6 +18,7 @@ from ..scheduling import ThroughputCurve, make_policy
 from ..simulation import AcceptanceTrace, Workload, simulate
 from ..speculation import Policy, SpeculationConfig
 from .batches import BatchCell, measure_batches
+from .profile import profile_pair
 from .record_trace import record_trace
 from .replay import write_text
 
@@ -50,7 +51,7 @@ def check_step_model(  # noqa: PLR0913 - what is measured, and how
     target: PreTrainedModel,
     drafter: DSparkDrafter,
     prompts: Sequence[torch.Tensor],
-    curve: ThroughputCurve,
+    curve: ThroughputCurve | None,
     batch_sizes: Sequence[int],
     *,
     max_new_tokens: int,
@@ -63,7 +64,8 @@ def check_step_model(  # noqa: PLR0913 - what is measured, and how
         target: In the state to be measured (packed or not).
         drafter: Fits it; with a confidence head.
         prompts: int64 `[1, P]` each; a batch takes the first ones.
-        curve: Profiled or learnt on this pair.
+        curve: Profiled or learnt on this pair. None: profiled here, before and after each batch size, so that
+            both sides see the same machine, however its speed wanders.
         batch_sizes: Rows, each at most the number of prompts.
         max_new_tokens: Per row, at least 2.
         repeats: Timed runs of each batch size.
@@ -75,20 +77,35 @@ def check_step_model(  # noqa: PLR0913 - what is measured, and how
     """
     if max(batch_sizes) > len(prompts):
         raise ValueError(f"A batch of {max(batch_sizes)} rows needs as many prompts, got {len(prompts)}.")
-    cells = [
-        cell
-        for size in batch_sizes
-        for cell in measure_batches(
-            target, drafter, prompts[:size], {_POLICY: SpeculationConfig(_POLICY)}, [size],
+    found = []
+    for size in batch_sizes:
+        some = prompts[:size]
+        known = ThroughputCurve() if curve is None else curve
+        if curve is None:
+            _profile(known, target, drafter, some, max_new_tokens)
+        cells = measure_batches(
+            target, drafter, some, {_POLICY: SpeculationConfig(_POLICY)}, [size],
             max_new_tokens=max_new_tokens, repeats=repeats, progress=progress,
-        )
-    ]  # fmt: skip
+        )  # fmt: skip
+        if curve is None:
+            _profile(known, target, drafter, some, max_new_tokens)
+        found += [(cell, known) for cell in cells if cell.way == _POLICY]
     layers = drafter.config.target_layer_ids or ()
     texts = [write_text(target, ids, layers, max_new_tokens=max_new_tokens) for ids in prompts[: max(batch_sizes)]]
     trace = record_trace("prompts", drafter, target, texts)
     if trace.num_texts < len(texts):
         raise ValueError("A prompt is answered by a single token, which takes no round: leave it out.")
-    return [_check(cell, trace, curve, repeats) for cell in cells if cell.way == _POLICY]
+    return [_check(cell, trace, known, repeats) for cell, known in found]
+
+
+def _profile(
+    curve: ThroughputCurve, target: PreTrainedModel, drafter: DSparkDrafter, prompts: Sequence[torch.Tensor], new: int
+) -> None:
+    """Add times of all numbers of rows a batch of these prompts shrinks through, at its mean length."""
+    size = len(prompts)
+    context = sum(ids.shape[1] for ids in prompts) // size + new // 2
+    rows = sorted({size, *(count for count in (1, 2, 4, 8, 16, 32, 64) if count < size)})
+    profile_pair(target, drafter, rows=rows, contexts=[context], curve=curve)
 
 
 def _check(cell: BatchCell, trace: AcceptanceTrace, curve: ThroughputCurve, repeats: int) -> StepCheck:
