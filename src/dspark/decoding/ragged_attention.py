@@ -82,6 +82,9 @@ class RaggedAttention:
         if layer_idx is None or attention_mask is None or attention_mask.shape != self.handed_mask.shape:
             raise BypassedError(f"{type(module).__name__} does not say its layer, or makes a mask of its own")
         self._num_attended += 1
+        if self._plan.width == 1 and self._plan.form == "padded":  # one query per row is laid out as it came
+            mask = self._mask(self._windows[layer_idx], query.device, query.dtype)
+            return function(module, query, key, value, mask, **kwargs)
         by_row = self._plan.by_row(query.transpose(1, 2))
         groups = head_groups(function, module, by_row, key, kwargs)
         mask = self._mask(self._windows[layer_idx], query.device, query.dtype, groups)
@@ -99,10 +102,10 @@ class RaggedAttention:
         key = (window, device, dtype, groups)
         if key not in self._masks:
             mask = self._plan.mask(window, device)
-            if groups > 1:
-                mask = grouped_mask(mask, groups, dtype)
-            elif self._is_additive:
+            if self._is_additive:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+            elif groups > 1 or device.type == "cpu":  # where sdpa would convert a bool mask in every layer
+                mask = grouped_mask(mask, groups, dtype)
             self._masks[key] = mask
         return self._masks[key]
 

@@ -61,6 +61,9 @@ class RaggedPass:
         self.counts = list(counts)
         self.form = form
         self.width = max(counts)
+        # Slots behind which no row has written after this pass, W; every layer asks.
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self.num_slots = max(ends) if form == "flattened" else max(lengths) + self.width
         self._is_visible = is_visible
         self._indices: dict[torch.device, _Indices] = {}
         self._masks: dict[tuple[int | None, torch.device], torch.Tensor] = {}
@@ -69,13 +72,6 @@ class RaggedPass:
     def num_tokens(self) -> int:
         """Tokens that every linear layer of the target sees."""
         return sum(self.counts) if self.form == "flattened" else len(self.counts) * self.width
-
-    @property
-    def num_slots(self) -> int:
-        """W: slots behind which no row has written after this pass."""
-        if self.form == "flattened":
-            return max(length + count for length, count in zip(self.lengths, self.counts, strict=True))
-        return max(self.lengths) + self.width
 
     def first_slot(self, window: int | None) -> int:
         """First slot that any token of the pass sees in a layer with this window (None: full attention)."""
