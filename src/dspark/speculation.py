@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from .ops.markov_step import MAX_CANDIDATES
 from .scheduling import ThroughputCurve, VerifyPolicy, make_policy
+from .stats import SpeculationStats
 
 Policy = Literal["fixed", "threshold", "scheduled", "async", "auto"]
 
@@ -95,6 +96,10 @@ class SpeculationConfig:
             survival_threshold=self.survival_threshold,
             curve=self.throughput_curve,
         )
+
+    def new_stats(self, num_rows: int) -> SpeculationStats:
+        """Statistics of a call of `num_rows` rows, empty; settings that measure more have their own kind."""
+        return SpeculationStats(num_rows=num_rows)
 
 
 __all__ = ["Policy", "SpeculationConfig"]

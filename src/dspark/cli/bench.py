@@ -1,4 +1,7 @@
-"""`dspark bench`: batches by policy, recorded acceptance, the serving frontier, and whether its seconds are real."""
+"""`dspark bench`: batches by policy, recorded acceptance, the serving frontier, and whether its seconds are real.
+
+The commands for one row, `round` and `peers`, are in files of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from ..evaluation.replay import write_text
 from ..evaluation.step_model import check_step_model
 from ..scheduling import POLICIES
 from ..simulation import Workload, frontier, join_traces, load_traces, save_traces, simulated_policies
-from ..speculation import SpeculationConfig
+from .bench_peers import peers
+from .bench_round import round_command
 from .bench_shared import (
     GPU,
     AsJson,
@@ -37,11 +41,14 @@ from .bench_shared import (
     load_pair,
     mixed_prompts,
     pack,
+    policy_ways,
     show,
 )
-from .common import BY_CURVE, bad_input_exits, check_out_file, err, out, print_json
+from .common import bad_input_exits, check_out_file, err, out, print_json
 
-app = typer.Typer(help="Measure batches, record acceptance, simulate serving.", no_args_is_help=True)
+app = typer.Typer(help="Measure rounds, peers and batches, record acceptance, simulate serving.", no_args_is_help=True)
+app.command("round")(round_command)
+app.command()(peers)
 
 _LOADS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
@@ -73,14 +80,7 @@ def batches(
     with bad_input_exits():
         model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
         known = None if curve is None else load_curve(curve)
-        ways = {
-            name: SpeculationConfig(
-                name,  # type: ignore[arg-type]
-                survival_threshold=survival_threshold if name == "threshold" else 0.0,
-                throughput_curve=known if name in BY_CURVE else None,
-            )
-            for name in policy
-        }
+        ways = policy_ways(policy, survival_threshold, known)
         texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
         ids = [chat_ids(tokenizer, text) for text in texts]
         with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,20 @@ from typing import Annotated, Any
 import typer
 
 from ..cpu import optimize_for_cpu
-from .common import GPU, Curve, Threads, chosen_device, load_curve, load_drafter, load_target, out, use_threads
+from ..files import write_atomically
+from ..speculation import SpeculationConfig
+from .common import (
+    BY_CURVE,
+    GPU,
+    Curve,
+    Threads,
+    chosen_device,
+    load_curve,
+    load_drafter,
+    load_target,
+    out,
+    use_threads,
+)
 from .data import target_dtype
 from .tables import print_table
 
@@ -54,6 +68,28 @@ def mixed_prompts(sets: dict[str, list[str]], count: int) -> list[str]:
     return [turns[i % len(turns)] for i in range(count)]
 
 
+def policy_ways(names: Sequence[str], survival_threshold: float, curve: Any) -> dict[str, SpeculationConfig]:
+    """Settings by policy; the threshold is for `threshold`, the curve for policies that decide by one.
+
+    Raises:
+        ValueError: An unknown policy.
+    """
+    return {
+        name: SpeculationConfig(
+            name,  # type: ignore[arg-type]
+            survival_threshold=survival_threshold if name == "threshold" else 0.0,
+            throughput_curve=curve if name in BY_CURVE else None,
+        )
+        for name in names
+    }
+
+
+def write_json(value: Any, path: Path) -> None:
+    """One JSON document in a file."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda place: place.write_text(text, encoding="utf-8"))
+
+
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
     print_table(out, title, header, rows)
@@ -61,5 +97,5 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 __all__ = [
     "GPU", "AsJson", "Curve", "Device", "Drafter", "Dtype", "Gguf", "PromptFiles", "Target", "Threads", "load_curve",
-    "load_pair", "mixed_prompts", "pack", "show",
+    "load_pair", "mixed_prompts", "pack", "policy_ways", "show", "write_json",
 ]  # fmt: skip

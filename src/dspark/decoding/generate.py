@@ -175,7 +175,7 @@ def decode_with(  # noqa: PLR0913 - the arguments of transformers' decoding meth
     stop_rules = StopRules(stopping_criteria)
     check_mode(target, generation_config, recorder, batch_size=input_ids.shape[0])
     stop_rules.check_batch(input_ids.shape[0])
-    stats = SpeculationStats(num_rows=input_ids.shape[0])
+    stats = settings.new_stats(input_ids.shape[0])
     capture = HiddenStateCapture(target, drafter.config.target_layer_ids or [])
     session = TargetSession(target, model_kwargs, capture, stats)
     batch, prompt = input_ids.shape

@@ -8,7 +8,7 @@ for all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -96,11 +96,10 @@ def measure_batches(  # noqa: PLR0913 - what is measured, and how
             _generate(target, batches[0], call)  # kernels, buffers, learned costs
         new = sum(_new_tokens(ids, i["input_ids"].shape[1], arguments) for ids, i in zip(wanted, batches, strict=True))
         row = {way: BatchCell(way, size, [0.0] * repeats, new) for way in (PLAIN, *ways)}
-        for turn, (repeat, batch) in enumerate(product(range(repeats), range(len(batches)))):
-            for name in (*list(row)[turn % len(row) :], *list(row)[: turn % len(row)]):
-                _run(row[name], repeat, target, batches[batch], calls.get(name, arguments), wanted[batch])
-                if progress is not None:
-                    progress(row[name])
+        for repeat, batch, name in in_turns(list(row), len(batches), repeats):
+            _run(row[name], repeat, target, batches[batch], calls.get(name, arguments), wanted[batch])
+            if progress is not None:
+                progress(row[name])
         cells += row.values()
     return cells
 
@@ -115,6 +114,14 @@ def _run(
     cell.is_equal &= torch.equal(output.sequences, wanted)
     if cell.way != PLAIN:
         cell.stats = (cell.stats or SpeculationStats()).merge(output.speculation)
+
+
+def in_turns(ways: Sequence[str], num_batches: int, repeats: int) -> Iterator[tuple[int, int, str]]:
+    """Repeat, batch and way of each run: every way on each batch, in an order that turns by one each time."""
+    for turn, (repeat, batch) in enumerate(product(range(repeats), range(num_batches))):
+        first = turn % len(ways)
+        for way in (*ways[first:], *ways[:first]):
+            yield repeat, batch, way
 
 
 def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -139,4 +146,4 @@ def _new_tokens(sequences: torch.Tensor, prompt: int, arguments: Mapping[str, An
     return total
 
 
-__all__ = ["PLAIN", "BatchCell", "left_padded", "measure_batches"]
+__all__ = ["PLAIN", "BatchCell", "in_turns", "left_padded", "measure_batches"]

@@ -93,14 +93,15 @@ class Summary:
 
 def timed(call: Callable[[], Result]) -> tuple[Result, float]:
     """Result and wall seconds of a call; waits for an accelerator before and after."""
-    _finish_queue()
+    finish_queue()
     start = time.perf_counter()
     result = call()
-    _finish_queue()
+    finish_queue()
     return result, time.perf_counter() - start
 
 
-def _finish_queue() -> None:
+def finish_queue() -> None:
+    """Wait for an accelerator, where there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -166,4 +167,6 @@ def summarise(rows: Iterable[Comparison]) -> list[Summary]:
     return list(summaries.values())
 
 
-__all__ = ["Comparison", "Summary", "compare", "first_difference", "plain_seconds", "summarise", "timed"]
+__all__ = [
+    "Comparison", "Summary", "compare", "finish_queue", "first_difference", "plain_seconds", "summarise", "timed",
+]  # fmt: skip

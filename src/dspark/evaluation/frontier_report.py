@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically
 from ..simulation import FrontierPoint, dominated, throughput_at
-from .markdown import table
-from .plots import STYLES, PlotLibraryError, subplots
+from .plots import STYLES, subplots
+from .report_files import write_benchmark
 from .rows import Table, number
 
 JUDGED = ("scheduled", "async", "auto")
 BEATEN = ("mtp-1", "fixed")
 _PROMISES = (0.9, 0.7, 0.5, 0.3)  # of the speed a user alone sees with plain decoding
-_PLOT = "frontier.png"
 _WORST = 3  # places where a policy falls behind that are told of
 
 
@@ -93,22 +90,10 @@ def verdicts(report: dict[str, Any]) -> list[str]:
 
 def write_frontier(report: dict[str, Any], folder: Path) -> str | None:
     """`frontier.json`, `frontier.md` and the plot; returns why there is no plot, or None."""
-    folder.mkdir(parents=True, exist_ok=True)
-    problem = None
-    try:
-        _draw(report, folder / _PLOT)
-    except PlotLibraryError as error:
-        problem = str(error)
-    lines = ["# Serving frontier", "", *(f"- {name}: {value}" for name, value in report["about"].items()), ""]
-    lines += [f"- {line}" for line in verdicts(report)]
-    for each in frontier_tables(report):
-        lines += ["", f"**{each.title}**", "", *table(each.header, each.rows)]
-    lines += ["", f"![throughput against user speed]({_PLOT})"] if problem is None else []
-    text = json.dumps(report, indent=1) + "\n"
-    write_atomically(folder / "frontier.json", lambda path: path.write_text(text, encoding="utf-8"))
-    page = "\n".join(lines) + "\n"
-    write_atomically(folder / "frontier.md", lambda path: path.write_text(page, encoding="utf-8"))
-    return problem
+    return write_benchmark(
+        folder, "frontier", report, title="Serving frontier", lines=verdicts(report), tables=frontier_tables(report),
+        draw=lambda path: _draw(report, path), plot_of="throughput against user speed",
+    )  # fmt: skip
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:

@@ -58,13 +58,8 @@ def provenance(
         "drafters": {label: _drafter_note(drafter) for label, drafter in drafters.items()},
         "settings": {**asdict(settings), "sampling": "temperature only: no top-k, top-p or penalties"},
         "prompting": _prompting_note(tokenizer, prompting),
-        "machine": _machine_note(target, packed=packed),
-        "versions": {
-            "dspark": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "machine": machine_note(target, packed=packed),
+        "versions": versions(),
     }
     return json.loads(json.dumps(note))  # as it will be read back: tuples become lists
 
@@ -116,7 +111,18 @@ def _thinking(note: dict[str, Any], prompting: Prompting) -> str:
     return "the template's default" if note["has_thinking_switch"] else "no switch in the template"
 
 
-def _machine_note(target: PreTrainedModel, *, packed: bool) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """Of this package and what it stands on."""
+    return {
+        "dspark": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine_note(target: PreTrainedModel, *, packed: bool) -> dict[str, Any]:
+    """What a run's times hang on: device, dtype, threads, packing, attention, cache."""
     device = target.device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -133,4 +139,4 @@ def _machine_note(target: PreTrainedModel, *, packed: bool) -> dict[str, Any]:
     }
 
 
-__all__ = ["differences", "provenance", "public_name", "weights_hash"]
+__all__ = ["differences", "machine_note", "provenance", "public_name", "versions", "weights_hash"]

@@ -46,6 +46,14 @@ def choose(implementation: Implementation, tensor: torch.Tensor) -> Literal["tor
     return implementation
 
 
+def choice_and_reason(tensor: torch.Tensor) -> tuple[Literal["torch", "triton"], str]:
+    """What `"auto"` takes for tensors that lie where `tensor` does, and why; raises as `choose` does."""
+    chosen = choose("auto", tensor)
+    if "DSPARK_OPS" in os.environ:
+        return chosen, "the environment variable DSPARK_OPS says so"
+    return chosen, _reason_for_torch(tensor) or f"tensors are on {tensor.device}, and triton is installed"
+
+
 def _reason_for_torch(tensor: torch.Tensor) -> str | None:
     if tensor.device.type != "cuda":
         return f"tensors are on {tensor.device}"
@@ -75,4 +83,4 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
-__all__ = ["Implementation", "choose", "device_of", "is_interpreted"]
+__all__ = ["Implementation", "choice_and_reason", "choose", "device_of", "is_interpreted"]
