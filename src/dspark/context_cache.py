@@ -3,6 +3,10 @@
 A row's slot is its position minus the row's offset, without holes: rows of a batch may have different lengths. The
 block's own keys and values are written behind a row's last slot as scratch, read in the same pass and overwritten by
 the next append, so they are never kept, accepted or not (reference: context only, cropped after every draft).
+
+With a window W only a row's last W slots are read. Older ones are dropped together, half a window at a time, and the
+row's offset grows by their number: positions stay what they were, and a buffer never has more than
+`W + max(256, W / 2)` slots, those of a block and 256 to grow.
 """
 
 from __future__ import annotations
@@ -21,13 +25,29 @@ class ContextCache:
         num_layers: Draft layers.
         offsets: Position of each row's first slot, one integer per row. 0 unless the context's start is unknown (a
             cache the user filled without a drafter).
+        window: Slots of each row that a block attends to, the last ones; None: all.
+        expected: Slots per row to make room for at once, growth not counted.
     """
 
-    def __init__(self, num_layers: int, offsets: Sequence[int]) -> None:
+    def __init__(
+        self, num_layers: int, offsets: Sequence[int], *, window: int | None = None, expected: int = 0
+    ) -> None:
         self.keys: list[torch.Tensor | None] = [None] * num_layers
         self.values: list[torch.Tensor | None] = [None] * num_layers
         self.offsets = list(offsets)
         self.lengths = [0] * len(self.offsets)
+        self.window = window
+        self._expected = expected
+
+    @property
+    def seen(self) -> list[int]:
+        """Slots of each row that a block attends to."""
+        return self.lengths if self.window is None else [min(length, self.window) for length in self.lengths]
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that `extend` returns: no row's block attends to earlier ones."""
+        return min(length - seen for length, seen in zip(self.lengths, self.seen, strict=True))
 
     @property
     def is_uniform(self) -> bool:
@@ -57,6 +77,8 @@ class ContextCache:
         counts = [size] * len(self.lengths) if counts is None else list(counts)
         if len(counts) != len(self.lengths) or not all(0 <= count <= size for count in counts):
             raise ValueError(f"`counts` must give each of {len(self.lengths)} rows 0..{size} new slots, got {counts}.")
+        if self.window is not None and max(self.lengths) + size > self.window + _slack(self.window):
+            self._drop_old()
         for layer_idx, (keys, values) in enumerate(keys_values):
             self._write(layer_idx, keys, values)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -70,22 +92,23 @@ class ContextCache:
             values: Block values, same shape.
 
         Returns:
-            Views `[B, KV, W, head_dim]` with `W = max(lengths) + q`; in shorter rows the block follows the row's own
-            last slot and the rest is to be masked (see `valid_slots`).
+            Views `[B, KV, n, head_dim]` of the slots from `first_slot` to the longest row's block; in shorter rows
+            the block follows the row's own last slot, and what is not the row's is to be masked (see `valid_slots`).
         """
         self._write(layer_idx, keys, values)
-        width = max(self.lengths) + keys.shape[2]
+        read = slice(self.first_slot, max(self.lengths) + keys.shape[2])
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
         assert all_keys is not None
         assert all_values is not None
-        return all_keys[:, :, :width], all_values[:, :, :width]
+        return all_keys[:, :, read], all_values[:, :, read]
 
     def valid_slots(self, block: int, device: torch.device) -> torch.Tensor | None:
-        """Which of the W slots `extend` returns count, bool `[B, W]`; None when all do."""
+        """Which of the n slots `extend` returns count, bool `[B, n]`; None when all do."""
         if self.is_uniform:
             return None
-        lengths = torch.tensor(self.lengths, device=device)[:, None] + block
-        return torch.arange(max(self.lengths) + block, device=device) < lengths
+        slots = torch.arange(self.first_slot, max(self.lengths) + block, device=device)
+        lengths, seen = (torch.tensor(each, device=device)[:, None] for each in (self.lengths, self.seen))
+        return (slots < lengths + block) & (slots >= lengths - seen)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
@@ -107,6 +130,18 @@ class ContextCache:
         self.offsets += other.offsets
         self.lengths += other.lengths
 
+    def _drop_old(self) -> None:
+        """Move every row's last slots to its front; the buffers stay."""
+        dropped = [length - seen for length, seen in zip(self.lengths, self.seen, strict=True)]
+        for states in (*self.keys, *self.values):
+            if states is None:
+                continue
+            for row, (first, seen) in enumerate(zip(dropped, self.seen, strict=True)):
+                if first:  # copied out first, as the two may overlap
+                    states[row, :, :seen] = states[row, :, first : first + seen].clone()
+        self.offsets = [offset + first for offset, first in zip(self.offsets, dropped, strict=True)]
+        self.lengths = self.seen
+
     def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         size = keys.shape[2]
         self._reserve(layer_idx, keys, values, max(self.lengths) + size)
@@ -127,9 +162,17 @@ class ContextCache:
         capacity = 0 if present is None else present.shape[2]
         if present is not None and needed <= capacity:
             return
-        capacity = max(needed, capacity + max(_GROWTH, capacity // 2))
+        grown = self._expected + _GROWTH if present is None else capacity + max(_GROWTH, capacity // 2)
+        if self.window is not None:
+            grown = min(grown, self.window + _slack(self.window) + _GROWTH)
+        capacity = max(needed, grown)
         self.keys[layer_idx] = _grown(present, keys, capacity)
         self.values[layer_idx] = _grown(self.values[layer_idx], values, capacity)
+
+
+def _slack(window: int) -> int:
+    """Slots that may be kept behind a window before they are dropped, so that dropping copies O(1) per token."""
+    return max(_GROWTH, window // 2)
 
 
 def _grown(present: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:

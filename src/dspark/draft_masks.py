@@ -24,7 +24,7 @@ def draft_masks(config: DSparkConfig, hidden: torch.Tensor, cache: ContextCache)
     block = hidden.shape[1]
     kinds = layer_attention(config)
     valid = cache.valid_slots(block, hidden.device)
-    cut = {kind for kind in kinds if kind.cuts(max(cache.lengths), block)}
+    cut = {kind for kind in kinds if kind.cuts(max(cache.seen), block)}
     if valid is None and not cut:
         return [None] * len(kinds)
     attention = config._attn_implementation or ""
@@ -62,7 +62,7 @@ def _cut_mask(
     device = hidden.device
     # Slots instead of positions: a row's differ by its offset, which no rule sees.
     anchors = torch.tensor(cache.lengths, device=device)[:, None, None]  # [B, 1, 1]
-    keys = torch.arange(max(cache.lengths) + block, device=device)
+    keys = torch.arange(cache.first_slot, max(cache.lengths) + block, device=device)
     slots = anchors + torch.arange(block, device=device)[:, None]  # [B, q, 1]
     mask = sees_context(kind, slots, keys, anchors) | ((keys >= anchors) & sees_block(kind, slots, keys))
     if valid is not None:

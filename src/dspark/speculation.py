@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .ops.markov_step import MAX_CANDIDATES
 from .scheduling import ThroughputCurve, VerifyPolicy, make_policy
 from .stats import SpeculationStats
 
 Policy = Literal["fixed", "threshold", "scheduled", "async", "auto"]
+# Rule, largest value and what to do without one, of the fields that are counts or None.
+_COUNTS = {
+    "num_assistant_tokens": ("at least 1", inf, "To decode without drafts, leave `assistant_model` out."),
+    "candidate_top_k": (
+        f"1 to {MAX_CANDIDATES}", MAX_CANDIDATES, "None lets every column see the sequential head's bias.",
+    ),
+    "context_window": ("at least 1", inf, "None lets the drafter see the whole context."),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class SpeculationConfig:
         candidate_top_k: Only so many columns of each slot, those of the largest base logits, see the sequential head's
             bias and may be drafted, 1 to 1024; the head reads that many rows of its table instead of all. Drafts are
             drawn from the restricted law and judged by it. None: all columns. Unused without a sequential head.
+        context_window: Rows of context, the last ones, that the drafter attends to, at least 1; it keeps keys and
+            values of about so many, and of a longer prompt only these are projected. The text stays the target's; what
+            the drafter no longer sees may cost acceptance. None: all.
     """
 
     policy: Policy = "threshold"
@@ -50,6 +62,7 @@ class SpeculationConfig:
     record_trace: bool = False
     throughput_curve: ThroughputCurve | None = None
     candidate_top_k: int | None = None
+    context_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
@@ -61,23 +74,13 @@ class SpeculationConfig:
             )
         if self.throughput_curve is not None and not self.throughput_curve.contexts:
             raise ValueError("`throughput_curve` is empty. Leave it out to learn one from the rounds.")
-        most = self.num_assistant_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, Integral) or most < 1):
-            raise ValueError(
-                f"`num_assistant_tokens` must be an integer of at least 1 or None, got {most!r}. To decode without "
-                "drafts, leave `assistant_model` out."
-            )
         for field in ("record_confidence", "record_trace"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"`{field}` must be True or False, got {getattr(self, field)!r}.")
-        top = self.candidate_top_k
-        if top is not None and (
-            isinstance(top, bool) or not isinstance(top, Integral) or not 1 <= top <= MAX_CANDIDATES
-        ):
-            raise ValueError(
-                f"`candidate_top_k` must be an integer of 1 to {MAX_CANDIDATES} or None, got {top!r}. None lets every "
-                "column see the sequential head's bias."
-            )
+        for field, (rule, largest, none) in _COUNTS.items():
+            value = getattr(self, field)
+            if value is not None and not _is_count(value, largest):
+                raise ValueError(f"`{field}` must be an integer of {rule} or None, got {value!r}. {none}")
         for field in ("assistant_confidence_threshold", "survival_threshold"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
@@ -100,6 +103,10 @@ class SpeculationConfig:
     def new_stats(self, num_rows: int) -> SpeculationStats:
         """Statistics of a call of `num_rows` rows, empty; settings that measure more have their own kind."""
         return SpeculationStats(num_rows=num_rows)
+
+
+def _is_count(value: Any, largest: float) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= largest
 
 
 __all__ = ["Policy", "SpeculationConfig"]
