@@ -1,7 +1,8 @@
 """The drafter's context cache against plain lists of slots.
 
 Catches: a block's keys kept for the next round, rows of different lengths written over each other, positions that
-forget a row's offset, a mask that is one slot off, a copy per append, rows mixed up when some are dropped.
+forget a row's offset, a mask that is one slot off, a copy per append, rows mixed up when some are dropped, a window
+that is one too wide, moves positions when old slots are dropped, or lets buffers grow with the text.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def slots(rows: int, count: int, tag: float = 0.0):
 
 
 class Lists:
-    """The same cache as Python lists: `rows[b]` has one `[layers, 2, heads, width]` per slot."""
+    """The same cache as Python lists: `rows[b]` has one `[layers, 2, heads, width]` per slot, none ever dropped."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, window: int | None = None) -> None:
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.window = window
 
     def append(self, keys_values, counts) -> None:
         stacked = torch.stack([torch.stack(pair) for pair in keys_values])  # [layers, 2, B, heads, S, width]
@@ -37,9 +39,12 @@ class Lists:
     def check(self, cache: ContextCache, block) -> None:
         """What `extend` returns, and where `valid_slots` looks, is the row's slots and then the block."""
         size = block[0][0].shape[2]
-        assert cache.lengths == [len(row) for row in self.rows]
+        if self.window is None:
+            assert cache.lengths == [len(row) for row in self.rows]
+        else:  # these caches start at position 0
+            assert cache.next_positions(1, CPU)[:, 0].tolist() == [len(row) for row in self.rows]
         valid = cache.valid_slots(size, CPU)
-        width = max(cache.lengths) + size
+        width = max(cache.lengths) + size - cache.first_slot
         assert (valid is None) == (len(set(cache.lengths)) == 1)
         valid = torch.ones(len(self.rows), width, dtype=torch.bool) if valid is None else valid
         assert valid.shape == (len(self.rows), width)
@@ -48,16 +53,19 @@ class Lists:
                 assert got.shape[2] == width
                 assert got.isfinite().all()
                 for b, row in enumerate(self.rows):
-                    own = [slot[layer, kind] for slot in row] + [block[layer][kind][b, :, s] for s in range(size)]
+                    seen = row if self.window is None else row[-self.window :]
+                    own = [slot[layer, kind] for slot in seen] + [block[layer][kind][b, :, s] for s in range(size)]
                     assert torch.equal(got[b][:, valid[b]], torch.stack(own, dim=1))
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 30, 1000])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_history_equals_lists(seed) -> None:
+def test_any_history_equals_lists(seed, window, monkeypatch) -> None:
     """Appends of any width and any count per row, blocks between them, rows dropped and reordered."""
+    monkeypatch.setattr("dspark.context_cache._GROWTH", 5)  # so that buffers grow and old slots are dropped
     draw = random.Random(seed)
     rows = 4
-    cache, lists = ContextCache(LAYERS, [0] * rows), Lists(rows)
+    cache, lists = ContextCache(LAYERS, [0] * rows, window=window), Lists(rows, window)
     for round_ in range(40):
         count = draw.randint(1, 9)
         counts = None if draw.random() < 0.3 else [draw.randint(0, count) for _ in range(rows)]
@@ -71,6 +79,7 @@ def test_any_history_equals_lists(seed) -> None:
             lists.rows = [lists.rows[b] for b in kept]
             rows -= 1
             lists.check(cache, slots(rows, 4, tag=1e6))
+    assert (sum(cache.offsets) > 0) == (window is not None and window < 100)
 
 
 def test_block_keys_do_not_survive() -> None:
@@ -109,6 +118,29 @@ def test_rows_of_another_cache_join_behind() -> None:
     joined.append(new, [3, 1, 0, 2, 3])
     lists[0].append(new, [3, 1, 0, 2, 3])
     lists[0].check(joined, slots(5, 1))
+
+
+def test_rows_that_have_dropped_slots_join() -> None:
+    caches, lists = [], []
+    for rows, counts in ((2, [300, 700]), (1, [3])):
+        cache, wanted = ContextCache(LAYERS, [0] * rows, window=6), Lists(rows, 6)
+        for _ in range(2):
+            new = slots(rows, max(counts))
+            cache.append(new, counts)
+            wanted.append(new, counts)
+        caches.append(cache)
+        lists.append(wanted)
+    joined, other = caches
+    assert joined.offsets == [294, 694]
+    joined.join(other)
+    lists[0].rows += lists[1].rows
+    lists[0].check(joined, slots(3, 4))
+    for _ in range(70):
+        new = slots(3, 5)
+        joined.append(new, [5, 2, 5])
+        lists[0].append(new, [5, 2, 5])
+    assert joined.offsets[2] > 0
+    lists[0].check(joined, slots(3, 4))
 
 
 def test_an_empty_cache_takes_rows() -> None:
@@ -174,6 +206,31 @@ def test_memory_grows_by_half_at_most() -> None:
         before = capacity
     # Growing by a fixed step would copy 4000 / 256 times, and quadratically many slots.
     assert grown <= 10
+
+
+@pytest.mark.parametrize("window", [1, 40, 2000])
+def test_a_window_bounds_memory(window) -> None:
+    """Old slots are dropped in place and together: the buffer is made a few times, then only written to."""
+    cache, buffers, copied = ContextCache(1, [0], window=window), set(), 0
+    one, block = slots(1, 1)[:1], slots(1, 8)[0]
+    for _ in range(4 * window + 3000):
+        before = cache.offsets[0]
+        cache.append(one)
+        copied += window if cache.offsets[0] > before else 0
+        keys, _ = cache.extend(0, *block)
+        assert keys.shape[2] <= window + 8
+        buffers.add(cache.keys[0].data_ptr())
+        assert cache.keys[0].shape[2] <= window + max(_GROWTH, window // 2) + 8 + _GROWTH
+    assert len(buffers) <= 8
+    assert copied <= 2 * (4 * window + 3000)
+
+
+def test_expected_slots_are_made_room_for_at_once() -> None:
+    cache = ContextCache(1, [0], expected=1000)
+    for _ in range(10):
+        cache.append(slots(1, 100)[:1])
+        cache.extend(0, *slots(1, 8)[0])
+        assert cache.keys[0].shape[2] == 1000 + _GROWTH
 
 
 def test_select_keeps_no_reference_to_dropped_rows() -> None:

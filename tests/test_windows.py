@@ -141,6 +141,42 @@ def test_rows_of_a_batch_draft_as_alone(kind) -> None:
         torch.testing.assert_close(both[b : b + 1], alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize("kind", [LayerAttention(None, None, False), *KINDS])
+def test_a_context_window_hides_all_older_rows(kind, window, attention, monkeypatch) -> None:
+    """Blocks behind a windowed cache are those behind a whole one under a mask that hides what is older."""
+
+    def hiding(config, hidden, cache):
+        masks, anchors = [], cache.lengths
+        for layer in (kind, LayerAttention(None, None, False)):
+            mask = torch.zeros(len(anchors), 1, BLOCK, max(anchors) + BLOCK, dtype=torch.bool)
+            for b, anchor in enumerate(anchors):
+                for slot in range(BLOCK):
+                    for k in range(max(anchor - window, 0), anchor + BLOCK):
+                        mask[b, 0, slot, k] = may_see(layer, anchor + slot, k, anchor)
+            masks.append(mask if attention == "sdpa" else torch.zeros(mask.shape).masked_fill(~mask, -1e30))
+        return masks
+
+    monkeypatch.setattr("dspark.context_cache._GROWTH", 4)
+    model = small.drafter(block_size=BLOCK, **changes(kind))
+    model.set_attn_implementation(attention)
+    shared = model.shared_modules(small.target())
+    whole, windowed = ContextCache(2, [0, 7]), ContextCache(2, [0, 7], window=window)
+    for step, counts in enumerate([(9, 4), (1, 3), (2, 2), (5, 9), (0, 1), (8, 8), (3, 1)]):
+        states = small.states(2, 9, seed=step)
+        with torch.no_grad():
+            features = model.project_context(states)
+            for cache in (whole, windowed):
+                model.extend_context(cache, features, counts)
+            found = model.draft_block(torch.tensor([5, 17]), windowed, shared)
+            with monkeypatch.context() as patch:
+                patch.setattr("dspark.modeling_dspark.draft_masks", hiding)
+                wanted = model.draft_block(torch.tensor([5, 17]), whole, shared)
+        torch.testing.assert_close(found.base_logits, wanted.base_logits, atol=1e-4, rtol=1e-4)
+    assert (windowed.offsets != [0, 7]) == (window < 40)
+
+
 @pytest.fixture
 def _compiled_apart():
     """Flex attention compiled again for another shape is made for all shapes, which torch 2.13 cannot on a CPU."""
