@@ -45,6 +45,7 @@ DEFAULTS = {
     "record_trace": False,
     "throughput_curve": None,
     "candidate_top_k": None,
+    "context_window": None,
 }
 
 

@@ -7,6 +7,7 @@ after they were projected, block keys that pile up.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,50 @@ def test_peak_inside_a_round_is_weights_context_and_captured_rows(target: LlamaF
     logits = 3 * config.block_size * VOCAB * 4  # base logits and the corrected ones of the walk
     target_kv = 2 * 12 * 2 * 16 * config.block_size * 4
     assert max(peaks) - plain <= 1.05 * (context + captured + logits + target_kv) + 65536
+
+
+@pytest.mark.parametrize(("window", "columns"), [(None, 4 * PROMPT), (64, 64)])
+def test_a_prompt_in_chunks_leaves_keys_and_values_only(target: Any, window: int | None, columns: int) -> None:
+    """Before the last chunk there is the context cache above plain decoding, neither states nor features."""
+    drafter = DSparkDrafter(drafter_config(target, target_layer_ids=[1, 5, 7], num_hidden_layers=1)).eval()
+    config, chunk = drafter.config, PROMPT // 2  # features are twice as wide as keys and values
+    ids = torch.randint(VOCAB, (1, 4 * PROMPT))
+
+    def before_last_chunk(**kwargs: Any) -> int:
+        found: list[int] = []
+
+        def hook(module: Any, args: Any, call: dict[str, Any]) -> None:
+            if call["input_ids"].shape[1] == chunk:
+                found.append(tensor_bytes())
+
+        handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            target.generate(ids, do_sample=False, max_new_tokens=1, prefill_chunk_size=chunk, **kwargs)
+        finally:
+            handle.remove()
+        assert len(found) == 8
+        return found[-1]
+
+    plain = before_last_chunk()
+    slots = columns + 256
+    context = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots * 4
+    assert before_last_chunk(assistant_model=drafter, context_window=window) - plain <= context + 65536
+
+
+def test_a_prompt_in_one_pass_is_projected_slice_by_slice(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = DSparkDrafter(drafter_config(target, target_layer_ids=[1, 5])).eval()
+    project, sizes, held = drafter.project_context, [], []
+
+    def watched(states: torch.Tensor) -> torch.Tensor:
+        sizes.append(states.shape[1])
+        held.append(tensor_bytes())
+        return project(states)
+
+    monkeypatch.setattr(drafter, "project_context", watched)
+    ids = torch.randint(VOCAB, (1, 4 * 1024 + 100))
+    target.generate(ids, do_sample=False, max_new_tokens=1, assistant_model=drafter)
+    assert sizes == [1024] * 4 + [100]
+    assert max(held[1:]) - min(held[1:]) <= 4096  # the buffers are there from the first slice on
 
 
 def test_last_call_leaves_only_statistics(target: LlamaForCausalLM) -> None:

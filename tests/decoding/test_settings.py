@@ -302,7 +302,8 @@ def test_transformers_global_defaults_are_not_looked_at() -> None:
     ("assistant_confidence_threshold", float("nan")), ("assistant_confidence_threshold", "high"),
     ("survival_threshold", 2), ("survival_threshold", True), ("policy", "sometimes"),
     ("candidate_top_k", 0), ("candidate_top_k", 1025), ("candidate_top_k", True), ("candidate_top_k", 2.0),
-    ("speculation", {"policy": "fixed"}), ("speculation", False),
+    ("context_window", 0), ("context_window", -5), ("context_window", False), ("context_window", 64.0),
+    ("context_window", "all"), ("speculation", {"policy": "fixed"}), ("speculation", False),
 ], ids=str)  # fmt: skip
 def test_bad_values_are_refused_by_name_before_the_prompt(name: str, value: Any) -> None:
     drafter = oracle()

@@ -68,6 +68,7 @@ ROW_WISE = {
         varies=True,
     ),
     "cap": Case({"num_assistant_tokens": 1}),
+    "context window": Case({"context_window": 2, "survival_threshold": 0.3}, varies=True),
     "length limit": Case({"max_new_tokens": 3}, {"block_size": 3}, varies=True),
     "end in the block": Case({"eos_token_id": 1}, varies=True),
     "two ends": Case({"eos_token_id": [1, 3], "temperature": 1.5}, vocab=4, varies=True),

@@ -106,7 +106,7 @@ def prepared_processors(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any
 @torch.no_grad()
 def own_law(model: PreTrainedModel, ids: torch.Tensor, horizon: int, **kwargs: Any) -> TextLaw:
     """The target's law of the next `horizon` tokens: whole-prefix forwards, no cache, no drafter."""
-    for name in ("survival_threshold", "candidate_top_k"):
+    for name in ("survival_threshold", "candidate_top_k", "context_window"):
         kwargs.pop(name, None)  # the others are transformers' own names, which plain decoding ignores
     processors = prepared_processors(model, ids, **kwargs)
     stops = kwargs.get("eos_token_id", [])
