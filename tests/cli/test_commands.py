@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from dspark import DSparkDrafter
 from dspark.cli import app
+from dspark.context_cache import ContextCache
 from dspark.scheduling import ThroughputCurve
 from tests.scripted import drafter_config
 
@@ -65,6 +67,27 @@ def test_generate_json_equals_plain_text(pair: dict[str, str]) -> None:
     plain = model.generate(ids, do_sample=False, max_new_tokens=12)
     assert value["text"] == tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     assert value["speculative_decoding"]["num_new_tokens"] == plain.shape[1] - ids.shape[1]
+
+
+def test_the_context_window_is_the_drafters(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ["--target", pair["target"], "--drafter", pair["drafter"], "--max-new-tokens", "12", "--threads", "1"]
+    args = ["generate", "a longer prompt than the window", *models, "--json"]
+    whole = json.loads(runner.invoke(app, args).stdout)
+    caches, extend = set(), ContextCache.extend
+
+    def spy(cache: ContextCache, *more: Any) -> Any:
+        caches.add(cache.window)
+        return extend(cache, *more)
+
+    monkeypatch.setattr(ContextCache, "extend", spy)
+    found = json.loads(runner.invoke(app, [*args, "--context-window", "3"]).stdout)
+    assert found["text"] == whole["text"]
+    assert caches == {3}
+    caches.clear()
+    shown = ["trace", "--prompt", args[1], *models, "--terminal", "--context-window", "5"]
+    assert runner.invoke(app, shown).exit_code == 0
+    assert caches == {5}
+    assert runner.invoke(app, [*args, "--context-window", "0"]).exit_code == 2
 
 
 def test_a_curve_is_for_policies_that_look_at_one(pair: dict[str, str], tmp_path: Path) -> None:

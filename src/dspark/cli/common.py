@@ -45,6 +45,10 @@ Threshold = Annotated[float, typer.Option(min=0, max=1, help="Confidence below w
 PolicyName = Annotated[
     str, typer.Option(help="Who decides how much is verified: fixed, threshold, scheduled, async, auto.")
 ]
+Window = Annotated[
+    int | None,
+    typer.Option("--context-window", min=1, help="The drafter sees so many of the last tokens only. Default: all."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
 
 # What can be a repository's name; anything else is a path.
@@ -264,7 +268,7 @@ def demo_drafter() -> Path:
 
 __all__ = [
     "BAD_INPUT", "BY_CURVE", "GPU", "Curve", "MaxNewTokens", "Pack", "PolicyName", "Seed", "Temperature", "Threads",
-    "Threshold", "bad_input_exits", "check_out_file", "check_source", "chosen_curve", "chosen_device",
+    "Threshold", "Window", "bad_input_exits", "check_out_file", "check_source", "chosen_curve", "chosen_device",
     "demo_drafter", "demo_target", "err", "load_curve", "load_drafter", "load_target", "out", "parse_dtype",
     "print_json", "speculation", "term_ends_cleanly", "use_threads",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from .common import (
     Temperature,
     Threads,
     Threshold,
+    Window,
     bad_input_exits,
     chosen_curve,
     chosen_device,
@@ -45,6 +46,7 @@ def generate(
     threshold: Threshold = 0.0,
     policy: PolicyName = "threshold",
     curve: Curve = None,
+    window: Window = None,
     seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of both models. Default: cuda where there is one.")] = None,
@@ -61,7 +63,7 @@ def generate(
     Exit codes: 0 done, 2 bad input (a drafter that does not fit the target, an unknown dtype, ...).
     """
     with bad_input_exits():
-        settings = speculation(policy, threshold, chosen_curve(curve, policy))
+        settings = speculation(policy, threshold, chosen_curve(curve, policy), context_window=window)
         use_threads(threads)
         device = chosen_device(device)
         model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))

@@ -28,6 +28,7 @@ from .common import (
     Temperature,
     Threads,
     Threshold,
+    Window,
     bad_input_exits,
     check_out_file,
     chosen_curve,
@@ -70,6 +71,7 @@ def trace(
     ] = None,
     policy: PolicyName = "threshold",
     curve: Curve = None,
+    window: Window = None,
     seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Of all models. Default: cuda where there is one.")] = None,
@@ -96,7 +98,7 @@ def trace(
         else:
             if target is None or drafter is None or prompt is None:
                 raise ValueError("Give --target, --drafter and --prompt, or --from FILE.")
-            runs = _runs(drafter, policy, threshold, against, against_threshold, curve)
+            runs = _runs(drafter, policy, threshold, against, against_threshold, curve, window)
             how = _How(prompt, max_new_tokens, temperature, seed, dtype, chosen_device(device), pack)
             use_threads(threads)
             with err.status("trace") as status:
@@ -159,22 +161,23 @@ def _runs(
     against: str | None,
     against_threshold: float | None,
     curve: str | None,
+    window: int | None,
 ) -> list[_Run]:
     """What is to be traced; a name among the policies means the policy, write `./auto` for a folder of that name."""
     if against is None and against_threshold is not None:
         raise ValueError("--against-threshold needs --against.")
     others_policy = against if against in get_args(Policy) else None
     known = chosen_curve(curve, policy, *filter(None, [others_policy]))
-    runs = [_Run(drafter, _settings(policy, threshold, known))]
+    runs = [_Run(drafter, _settings(policy, threshold, known, window))]
     if against is not None:
         other = threshold if against_threshold is None else against_threshold
-        settings = _settings(others_policy or policy, other, known)
+        settings = _settings(others_policy or policy, other, known, window)
         runs.append(_Run(drafter if others_policy else against, settings))
     return runs
 
 
-def _settings(policy: str, threshold: float, curve: ThroughputCurve | None) -> SpeculationConfig:
-    return speculation(policy, threshold, curve, record_trace=True)
+def _settings(policy: str, threshold: float, curve: ThroughputCurve | None, window: int | None) -> SpeculationConfig:
+    return speculation(policy, threshold, curve, record_trace=True, context_window=window)
 
 
 def _record(
