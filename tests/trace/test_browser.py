@@ -6,6 +6,7 @@ Run with `pytest -m browser tests/trace`; needs selenium, Chromium and its drive
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,41 @@ def test_nothing_overlaps_or_sticks_out(browser: Any, tmp_path: Path, width: int
     )
     assert browser.get_log("browser") == []
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_short(browser: Any, tmp_path: Path, width: int) -> None:
+    """Every column of a round at the desk, every sign of the diagram, each swatch beside its word; what has to be
+    scrolled to is announced by a shadow and reached by keyboard."""
+    traces = [made.trace(150, texts=["calculate"] * 4), made.trace(150, texts=[" number"] * 4, seed=2)]
+    show(browser, tmp_path, *traces, width=width)
+    wide = next(n for n, entry in enumerate(traces[0].row.rounds, 1) if len(entry.draft_ids) == made.BLOCK)
+    browser.find_element("css selector", f".text [data-round='{wide}'] .t").click()
+    hidden, shadow, index = browser.execute_script("""
+        const scroller = document.querySelector(".chosen .scroller"), style = getComputedStyle(scroller);
+        return [scroller.scrollWidth - scroller.clientWidth, style.backgroundImage, scroller.tabIndex];
+    """)
+    assert hidden == 0 or width < 1280
+    assert "gradient" in shadow
+    assert index == 0
+    assert (
+        browser.execute_script("""
+        const box = (e) => e.getBoundingClientRect();
+        return [...document.querySelectorAll(".diagram > :is(circle, .own)")].filter((sign) => {
+          const a = box(sign), b = box(sign.closest("svg"));
+          return a.left < b.left || a.right > b.right || a.top < b.top || a.bottom > b.bottom;
+        }).length;
+    """)
+        == 0
+    )
+    apart = browser.execute_script("""
+        return [...document.querySelectorAll(".key .swatch")].map((swatch) => {
+          const range = document.createRange();
+          range.selectNodeContents(swatch.nextSibling);
+          return range.getClientRects()[0].top > swatch.getBoundingClientRect().bottom;
+        });
+    """)
+    assert apart == [False] * 6
 
 
 def _luminance(colour: str) -> float:
@@ -289,6 +325,32 @@ def test_no_foreign_script_runs(browser: Any, tmp_path: Path) -> None:
     """)
     assert browser.execute_script("return window.owned ?? null") is None
     assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+
+
+def test_no_request_leaves_the_page(browser: Any, tmp_path: Path) -> None:
+    """Neither by what a text says nor by a script: a server that listens hears nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(2)
+        place = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        texts = [f"<img src='{place}'>", f"<style>@import '{place}'</style>", f"<iframe src='{place}'></iframe>", "x"]
+        show(browser, tmp_path, made.trace(60, texts=texts, text="".join(texts)))
+        for token in tokens(browser)[:20]:
+            browser.execute_script("arguments[0].focus()", token)
+        refused = browser.execute_async_script(
+            """
+            const [place, done] = arguments;
+            const image = new Image(), told = new Promise((tell) => { image.onload = () => tell(false);
+              image.onerror = () => tell(true); });
+            image.src = place;
+            const sent = fetch(place, {mode: "no-cors"}).then(() => false, () => true);
+            Promise.all([told, sent]).then(done);
+            """,
+            place,
+        )
+        assert refused == [True, True]
+        with pytest.raises(TimeoutError):
+            server.accept()
+    browser.get_log("browser")  # what the policy refused is told there
 
 
 def test_2000_tokens_do_not_lag(browser: Any, tmp_path: Path) -> None:

@@ -150,9 +150,12 @@
         String(slot + 1), piece(view, id), outcomes[slot], own(round.confidence, slot), own(round.survival, slot),
         percent(round.base[slot]), percent(round.head[slot]), target(slot),
       ]);
-      const head = ["slot", "draft", "what became of it", "confidence", "survival", "drafter before head", "after head",
+      const head = ["slot", "draft", "outcome", "confidence", "survival", "drafter before head", "after head",
         "target"];
       const scroller = make("div", undefined, "scroller");
+      scroller.tabIndex = 0;
+      scroller.setAttribute("role", "group");
+      scroller.setAttribute("aria-label", "Drafts of the round");
       scroller.append(table(head, rows, "slots"));
       parts.push(scroller);
     }

@@ -29,8 +29,8 @@ from .tokens import laid_out, shown
 
 _ENDS_DATA = re.compile("[<>&\u2028\u2029]")  # ends a script element, begins a comment, or ends a line of a script
 OUTCOMES = {
-    "accepted": "accepted", "rejected": "refused", "discarded": "behind the refused one",
-    "ended": "behind the end of the text", "unverified": "not verified",
+    "accepted": "accepted", "rejected": "refused", "discarded": "discarded",
+    "ended": "text ended", "unverified": "not verified",
 }  # fmt: skip
 
 
