@@ -14,7 +14,7 @@ SPREAD = -n auto --dist worksteal
 DEMO = .venv/demo
 TEST = .venv/test
 
-.PHONY: demo test test-all test-matrix lint clean
+.PHONY: demo test test-all test-matrix lint dist clean
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/dspark demo $(ARGS)
@@ -39,6 +39,11 @@ test-matrix: $(MATRIX:%=.venv/transformers-%/ready)
 lint: $(TEST)/ready
 	$(TEST)/bin/ruff check --fix .
 	$(TEST)/bin/ruff format .
+
+# Wheel and sdist of what is committed, in dist/, then installed into environments of their own and tried there.
+dist: $(TEST)/ready
+	$(TEST)/bin/python -m tests.release.distribution dist
+	DSPARK_DIST=$(CURDIR)/dist $(PYTEST) $(TEST)/bin/python -m pytest tests/release $(ARGS)
 
 $(DEMO)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DEMO)

@@ -82,20 +82,18 @@ def environment() -> dict[str, Any]:
 
 def _git_commit() -> str | None:
     """Commit of the checkout this package runs from, with `+` when it has changes; None outside one."""
-    here = Path(__file__).parent
+    git = ["git", "-C", Path(__file__).parent]
+
+    def told(*words: str) -> str:
+        return subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "-C", here, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changes = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        told("ls-files", "--error-unmatch", Path(__file__).name)  # a project that holds our install is not ours
+        commit = told("rev-parse", "--short=12", "HEAD")
+        changes = told("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return commit + ("+" if changes else "")
 
 
 __all__ = ["PROVENANCE_NAME", "environment", "save_drafter"]
