@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,8 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 import dspark
-from dspark import DSparkDrafter, compat
+from dspark import DSparkDrafter, compat, requirements
+from dspark.decoding.arguments import check_devices
 from dspark.decoding.generate import install
 from tests import zoo
 from tests.decoding.equality import refused
@@ -198,3 +204,66 @@ def test_an_encoder_decoder_is_refused() -> None:
     model = transformers.T5ForConditionalGeneration(config).eval()
     with refused(model, "encoder-decoder", "T5ForConditionalGeneration", "causal LM"):
         _text(model, assistant_model=Hostile(zoo.target("Llama")))
+
+
+@pytest.mark.parametrize("place", ["no/such-drafter", "./drafter", Path("drafter")])
+def test_a_place_is_no_assistant(place: Any) -> None:
+    model = zoo.target("Llama")
+    with refused(model, "must be a loaded model", repr(str(place)), "DSparkDrafter.from_pretrained("):
+        _text(model, assistant_model=place)
+
+
+def test_tensors_on_several_devices_are_named() -> None:
+    model, ids = zoo.target("Llama"), zoo.prompt(6)
+    mask = torch.ones_like(ids)
+    for inputs, says in (
+        ({"input_ids": ids.to("meta")}, ("`input_ids` on meta", "embedding on cpu")),
+        ({"inputs": ids.to("meta"), "attention_mask": mask}, ("`inputs` on meta", "`attention_mask` on cpu")),
+        ({"input_ids": ids, "attention_mask": mask.to("meta")}, ("`attention_mask` on meta", "`input_ids` on cpu")),
+    ):
+        with refused(model, *says, "inputs.to(model.device)"):
+            model.generate(**inputs, assistant_model=Hostile(model), max_new_tokens=4)
+
+
+def test_a_target_that_moves_its_inputs_is_let_pass() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = zoo.new_target("Llama")
+    text = _text(model)
+    oracle = Oracle(model, [text], CYCLE)
+    accelerate.cpu_offload(model, torch.device("cpu"))  # its weights are on the meta device between passes
+    assert _text(model, assistant_model=oracle) == text
+    check_devices(model, {"input_ids": zoo.prompt(3).to("meta")})
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["4.57.3", "5.9.0", "5.14.9", "5.3.0.dev0"])
+def test_an_older_transformers_is_refused(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        requirements.check_transformers(version)
+    assert f"needs transformers 5.15 to 5.24, found {version}" in str(caught.value)
+    assert "pip install 'transformers>=5.15,<5.25'" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["5.15.0", "5.24.0", "5.30.0.dev0", "6.0.0", transformers.__version__])
+def test_supported_and_newer_ones_are_not(version: str) -> None:
+    requirements.check_transformers(version)
+
+
+def test_the_import_says_so_before_it_misses_a_name(tmp_path: Path) -> None:
+    """Of the old transformers only its version is there: the refusal comes before anything else of it is asked for."""
+    (tmp_path / "transformers.py").write_text("__version__ = '4.57.3'\n")
+    places = [str(tmp_path), str(Path(dspark.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", "import dspark"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1].startswith("ImportError: dspark needs transformers 5.15 to 5.24, found 4.57.3")
+
+
+def test_the_range_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (named,) = [one for one in project["dependencies"] if one.startswith("transformers")]
+    major, minor = requirements.NEWEST.split(".")
+    assert named == f"transformers>={requirements.OLDEST},<{major}.{int(minor) + 1}"

@@ -135,6 +135,27 @@ def test_a_foreign_config_is_refused(tmp_path, config) -> None:
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["./no-such", "/no/such/folder", "../x", "a/b/c", "no such", "", Path("/no/such")])
+def test_a_place_that_is_not_there_is_told_so(place) -> None:
+    for read in (load, read_config):
+        with pytest.raises(FileNotFoundError) as error:
+            read(place)
+        assert str(error.value) == f"There is no folder {place}. Name a local folder or a Hub id (owner/name)."
+
+
+def test_a_home_folder_is_to_be_written_out(folder, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    with pytest.raises(FileNotFoundError, match=rf"Its `~` is not written out: {folder}\."):
+        load("~/drafter")
+
+
+@pytest.mark.parametrize("place", ["no-such-drafter", "owner/no-such-drafter"])
+def test_what_may_be_a_hub_id_is_named_when_it_cannot_be_read(place, tmp_path) -> None:
+    with pytest.raises(OSError, match=f"{place}") as error:
+        load(place, local_files_only=True, cache_dir=tmp_path)
+    assert str(error.value).startswith(f"There is no folder {place}, and on the Hub it could not be read.")
+
+
 def test_invalid_config_names_the_folder_and_the_rule(folder) -> None:
     edit_config(folder, mask_token_id=...)
     for read in (load, read_config):

@@ -205,6 +205,10 @@ def test_another_tokenizer_is_an_error_that_names_it() -> None:
     found = only(check_pair(target, draft, tokenizer=other))
     assert (found.severity, found.field) == ("error", "tokenizer")
     assert type(other).__name__ in found.message
+    with pytest.raises(
+        ValueError, match=r"cannot draft for [\s\S]*gives other ids .* load the drafter for this target"
+    ):
+        target.generate(torch.tensor([[1, 2]]), assistant_model=draft, tokenizer=other, max_new_tokens=4)
 
 
 # --- warnings --------------------------------------------------------------------------------------------------------

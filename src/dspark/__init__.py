@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import requirements as requirements  # first: without it an old transformers ends in a missing name
 from .configuration_dspark import DSparkConfig
 from .cpu import optimize_for_cpu
 from .decoding.batch_decoder import BatchDecoder

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from .configuration_dspark import DSparkConfig
-from .files import read_json
+from .files import check_place, read_json
 
 CONFIG_KEYS = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -67,6 +67,7 @@ def read_any(source: Any, how: dict[str, Any], choices: dict[str, Any]) -> tuple
     """
     from dspark.conversion import find_gguf, open_checkpoint, read_record  # here: conversion imports from this package
 
+    check_place(source)
     if how.get("gguf_file") is not None or os.path.isfile(source):
         raw = {}
     else:
@@ -90,6 +91,10 @@ def _raw_config(source: Any, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
         raw = None
     except HFValidationError:  # no name of a repository
         raise
+    except OSError as error:
+        if os.path.exists(source) or str(source) in str(error):
+            raise
+        raise OSError(f"There is no folder {source}, and on the Hub it could not be read. {error}") from error
     except (ValueError, RecursionError) as error:
         raise OSError(
             f"The config.json of {source} cannot be read ({error!s:.200}). Correct it, or download or save it again."

@@ -13,6 +13,8 @@ from typing import Any
 from transformers import cache_utils
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
+from .requirements import NEWEST, OLDEST
+
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
@@ -73,7 +75,7 @@ def check_generation_hooks() -> None:
                 f"dspark decodes through `GenerationMixin.{name}({', '.join(parameters)})`, but transformers "
                 f"{transformers.__version__} "
                 f"has {'no such method' if hook is None else 'lost ' + ', '.join(missing)}. "
-                "Supported: transformers 5.15 to 5.24."
+                f"Supported: transformers {OLDEST} to {NEWEST}."
             )
 
 

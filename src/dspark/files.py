@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
+
+# What can be a repository's name; anything else is a path.
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
+
+
+def check_place(source: str | os.PathLike[str]) -> None:
+    """Refuse what can only be a local path and is not there.
+
+    Raises:
+        FileNotFoundError: It is not there.
+    """
+    place = os.fspath(source)
+    if os.path.exists(place) or _HUB_ID.fullmatch(place):
+        return
+    home = os.path.expanduser(place)
+    way_out = (
+        f"Its `~` is not written out: {home}."
+        if os.path.exists(home)
+        else "Name a local folder or a Hub id (owner/name)."
+    )
+    raise FileNotFoundError(f"There is no folder {place}. {way_out}")
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
@@ -79,4 +101,4 @@ def quiet_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["quiet_bars", "read_json", "some", "whole_lines", "write_atomically"]
+__all__ = ["check_place", "quiet_bars", "read_json", "some", "whole_lines", "write_atomically"]

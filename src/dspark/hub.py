@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from .adapter_files import drafter_of_adapter, find_adapter, read_adapter_config
 from .any_format import CONFIG_KEYS, check_weights, own_config, read_any, read_config, read_record
 from .configuration_dspark import DSparkConfig
-from .files import some
+from .files import check_place, some
 from .peft_layers import carries_adapters
 
 _OF_ADAPTER = ("revision", "subfolder")  # these say where an adapter is, not its drafter
@@ -64,6 +64,7 @@ class LoadsAnyFormat:
         overrides = {}
         if not isinstance(config, DSparkConfig):
             overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in _FIELDS}
+        check_place(source)
         try:
             raw, record = ({}, None) if _is_bare(source, config) else read_any(source, how, overrides)
         except OSError:

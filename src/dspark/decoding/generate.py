@@ -27,7 +27,7 @@ from ..pairing import require_pair
 from ..speculation import SpeculationConfig
 from ..stats import SpeculationStats
 from ..target import logit_rows
-from .arguments import bind_stop_strings, call_settings, check_arguments, check_mode, drafter_of
+from .arguments import bind_stop_strings, call_settings, check_arguments, check_devices, check_mode, drafter_of
 from .capture import HiddenStateCapture
 from .curve import warn_of_another_curve
 from .draws import Draws, check_generators
@@ -98,6 +98,7 @@ def generate_with_drafter(
     check_arguments(target, call)
     bind_stop_strings(target, call, tokenizer)
     require_pair(target, drafter, tokenizer=tokenizer)
+    check_devices(target, call)
     # `generate` itself puts the prompt to the streamer, the loop the rest.
     has_cache = pop_cache(call)[1] is not None
     door = _Door(drafter, settings, streamer, generators, has_callers_cache=has_cache)

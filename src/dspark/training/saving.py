@@ -82,7 +82,7 @@ def environment() -> dict[str, Any]:
 
 def _git_commit() -> str | None:
     """Commit of the checkout this package runs from, with `+` when it has changes; None outside one."""
-    git = ["git", "-C", Path(__file__).parent]
+    git = ["git", "-C", str(Path(__file__).parent)]
 
     def told(*words: str) -> str:
         return subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
