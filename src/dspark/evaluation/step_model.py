@@ -101,9 +101,9 @@ def check_step_model(  # noqa: PLR0913 - what is measured, and how
 def _profile(
     curve: ThroughputCurve, target: PreTrainedModel, drafter: DSparkDrafter, prompts: Sequence[torch.Tensor], new: int
 ) -> None:
-    """Add times of all numbers of rows a batch of these prompts shrinks through, at its mean length."""
+    """Add times of all numbers of rows a batch of these prompts shrinks through, midway through its texts."""
     size = len(prompts)
-    context = sum(ids.shape[1] for ids in prompts) // size + new // 2
+    context = max(ids.shape[1] for ids in prompts) + new // 2  # a pass reads all rows as far as the longest
     rows = sorted({size, *(count for count in (1, 2, 4, 8, 16, 32, 64) if count < size)})
     profile_pair(target, drafter, rows=rows, contexts=[context], curve=curve)
 

@@ -90,7 +90,7 @@ class AutoPolicy(VerifyPolicy):
     def _widths(self, rows: int, most: int) -> list[_Width]:
         """What widths of 0 to `most` are expected to bring; drafted ones get the benefit of the doubt, since only
         drafting removes it."""
-        found = [_Width(1 / self.curve.step_seconds(rows, rows, 0), 1.0, 0.0, rows)]
+        found = [_Width(1 / self.curve.step_seconds(rows, rows, 0), 1.0, 0.0, 1.0)]
         gains = [*accumulate(self.record.usual(most))]
         speeds = self._slowest_row.speeds(gains) if self._slowest_row.is_told else 1 + np.array(gains)
         tokens = rows * np.arange(2, most + 2)
@@ -101,7 +101,7 @@ class AutoPolicy(VerifyPolicy):
             length = int(rates.argmax())
             hope = self._edge.value * (1 + self._doubt(gains[length]) / (1 + gains[length]))
             found.append(
-                _Width(float(rates[length]) * hope, float(speeds[length]), gains[length], int(tokens[length]))
+                _Width(float(rates[length]) * hope, float(speeds[length]), gains[length], float(speeds[width - 1]))
             )
         return found
 
@@ -129,8 +129,9 @@ class AutoPolicy(VerifyPolicy):
         if not (self._repeats_trial and best == 0):
             if self._rounds_since_trial < _LEAST_WAIT * self._patience:
                 return None
-            seconds = self.curve.step_seconds(rows, widths[width].tokens, width)
-            loss = seconds * max(1 - widths[width].rate / widths[best].rate, 0.0)
+            # A try verifies all it drafts; what it brings would otherwise have taken its time too.
+            seconds = self.curve.step_seconds(rows, rows * (1 + width), width)
+            loss = max(seconds - widths[width].whole_speed / widths[best].rate, 0.0)
             if self._since_trial < loss * self._patience / _LOSS_SHARE:
                 return None
         return _Trial(width, widths[best].rate)
@@ -192,13 +193,13 @@ class _Width(NamedTuple):
         rate: Tokens per second of the batch's slowest row.
         speed: How many times fewer rounds than without drafts.
         gain: Drafts a row usually keeps in a round that verifies some of it.
-        tokens: In the target's forward of a usual round.
+        whole_speed: `speed` with every draft verified.
     """
 
     rate: float
     speed: float
     gain: float
-    tokens: int
+    whole_speed: float
 
 
 class _Trial:
