@@ -104,7 +104,11 @@ def test_ended_from_outside_it_leaves_nothing(number, code, source, tmp_path, mo
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setitem(WRITERS, "vllm", replace(WRITERS["vllm"], write=halfway))
-    assert run(source, tmp_path / "out", "--to", "vllm")[0] == code
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        assert run(source, tmp_path / "out", "--to", "vllm")[0] == code
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert os.listdir(tmp_path) == ["source"]
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -60,6 +60,24 @@ def test_hostile_drafter_costs_little(target, draft, scores, rows):
     assert world.run(policy, JUDGE) >= 0.97 * world.rate(0)
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_a_try_is_charged_for_all_it_verifies(rows):
+    """Where whole blocks cost twice a plain round and drafts do not pay, tries of them must be rare."""
+
+    def two_cores(tokens: int) -> float:
+        return 0.040 + 0.0014 * tokens
+
+    def two_core_draft(_: int, slots: int) -> float:
+        return 0.008 + 0.0013 * slots if slots else 0.0
+
+    shares = []
+    for seed in range(3):
+        world, policy = World(two_cores, two_core_draft, [0.28] * 7, rows=rows, seed=seed), make_policy("auto")
+        world.run(policy, LEARN)
+        shares.append(world.run(policy, JUDGE) / world.rate(0))
+    assert sum(shares) / len(shares) >= 0.99, shares
+
+
 def test_a_world_that_changes_is_noticed():
     world = World(flat, block_draft, [0.01] * 7, lambda c: c, seed=5)
     policy = make_policy("auto")

@@ -40,7 +40,7 @@ def grouped_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.T
     """Additive mask `[R, 1, groups * q, W]` of a bool or additive one `[R, 1, q, W]`; sdpa converts in every layer."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return mask.repeat(1, 1, groups, 1)
+    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 def attend_grouped(
