@@ -100,47 +100,44 @@ def test_block_keys_do_not_survive() -> None:
     assert cache.next_positions(2, CPU).tolist() == [[cache.lengths[0], cache.lengths[0] + 1]]
 
 
-def test_rows_of_another_cache_join_behind() -> None:
-    caches, lists = [], []
-    for rows, offsets, counts in ((2, [0, 3], [4, 2]), (3, [0, 0, 1], [1, 0, 300])):
-        cache, wanted = ContextCache(LAYERS, offsets), Lists(rows)
-        new = slots(rows, max(counts))
+def filled(
+    counts: list[int], *, offsets: list[int] | None = None, window: int | None = None, times: int = 1
+) -> tuple[ContextCache, Lists]:
+    """A cache whose rows got `counts` slots so many times, and the same as lists."""
+    cache, lists = ContextCache(LAYERS, offsets or [0] * len(counts), window=window), Lists(len(counts), window)
+    for _ in range(times):
+        new = slots(len(counts), max(counts))
         cache.append(new, counts)
-        wanted.append(new, counts)
-        caches.append(cache)
-        lists.append(wanted)
-    joined, other = caches
+        lists.append(new, counts)
+    return cache, lists
+
+
+def test_rows_of_another_cache_join_behind() -> None:
+    joined, wanted = filled([4, 2], offsets=[0, 3])
+    other, behind = filled([1, 0, 300], offsets=[0, 0, 1])
     joined.join(other)
-    lists[0].rows += lists[1].rows
+    wanted.rows += behind.rows
     assert joined.offsets == [0, 3, 0, 0, 1]
-    lists[0].check(joined, slots(5, 2))
+    wanted.check(joined, slots(5, 2))
     new = slots(5, 3)
     joined.append(new, [3, 1, 0, 2, 3])
-    lists[0].append(new, [3, 1, 0, 2, 3])
-    lists[0].check(joined, slots(5, 1))
+    wanted.append(new, [3, 1, 0, 2, 3])
+    wanted.check(joined, slots(5, 1))
 
 
 def test_rows_that_have_dropped_slots_join() -> None:
-    caches, lists = [], []
-    for rows, counts in ((2, [300, 700]), (1, [3])):
-        cache, wanted = ContextCache(LAYERS, [0] * rows, window=6), Lists(rows, 6)
-        for _ in range(2):
-            new = slots(rows, max(counts))
-            cache.append(new, counts)
-            wanted.append(new, counts)
-        caches.append(cache)
-        lists.append(wanted)
-    joined, other = caches
+    joined, wanted = filled([300, 700], window=6, times=2)
+    other, behind = filled([3], window=6, times=2)
     assert joined.offsets == [294, 694]
     joined.join(other)
-    lists[0].rows += lists[1].rows
-    lists[0].check(joined, slots(3, 4))
+    wanted.rows += behind.rows
+    wanted.check(joined, slots(3, 4))
     for _ in range(70):
         new = slots(3, 5)
         joined.append(new, [5, 2, 5])
-        lists[0].append(new, [5, 2, 5])
+        wanted.append(new, [5, 2, 5])
     assert joined.offsets[2] > 0
-    lists[0].check(joined, slots(3, 4))
+    wanted.check(joined, slots(3, 4))
 
 
 def test_an_empty_cache_takes_rows() -> None:

@@ -64,6 +64,12 @@ def some(names: Sequence[str], separator: str = ", ", most: int = 20) -> str:
     return separator.join([*names[:most], *more])
 
 
+def write_json(path: Path, value: Any) -> None:
+    """One JSON document in a file, whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """What a JSON file holds, read strictly: of a key that is there twice nobody knows which value was meant.
 
@@ -101,4 +107,4 @@ def quiet_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["check_place", "quiet_bars", "read_json", "some", "whole_lines", "write_atomically"]
+__all__ = ["check_place", "quiet_bars", "read_json", "some", "whole_lines", "write_atomically", "write_json"]

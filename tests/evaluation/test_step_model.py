@@ -79,11 +79,11 @@ def test_with_the_real_clock() -> None:
 
 
 def test_without_a_curve_the_pair_is_profiled_beside_the_batches() -> None:
-    """A target that sleeps 10 ms and 1 ms a token is predicted by what was measured, not by anything given."""
+    """A target that sleeps 20 ms and 2 ms a token is predicted by what was measured, not by anything given."""
     target, drafter = pair()
 
     def slowed(_module: Any, args: Any, call: dict[str, Any]) -> None:
-        time.sleep(0.01 + 0.001 * call["input_ids"].numel())
+        time.sleep(0.02 + 0.002 * call["input_ids"].numel())
 
     handle = target.register_forward_pre_hook(slowed, with_kwargs=True)
     try:
@@ -91,8 +91,8 @@ def test_without_a_curve_the_pair_is_profiled_beside_the_batches() -> None:
     finally:
         handle.remove()
     for check in checks:
-        assert check.measured > 0.01 * check.measured_rounds / check.batch_size
-        assert 0.6 < check.ratio < 1.6
+        assert check.measured > 0.02 * check.measured_rounds / check.batch_size
+        assert 0.75 < check.ratio < 1.3
 
 
 def test_a_text_without_rounds_is_refused() -> None:

@@ -45,6 +45,16 @@ def doors(target, place):
 
 found = {}
 """
+# Prints what a folder says where the package is missing.
+WITHOUT_PACKAGE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+try:
+    model.generate(torch.tensor([[1, 2]]), custom_generate=sys.argv[2], trust_remote_code=True)
+except ImportError as error:
+    print(error)
+"""
 LOCAL = DOORS + "assert 'dspark' not in sys.modules; print(json.dumps(doors(*sys.argv[1:])))"
 HUB = (
     DOORS
@@ -169,13 +179,5 @@ def test_a_local_folder_decodes_in_a_process_that_knows_no_dspark(pair, tmp_path
 
 
 def test_without_the_package_the_one_to_install_is_named(pair, tmp_path) -> None:
-    code = (
-        "import sys, torch; sys.modules['dspark'] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "try:\n"
-        "    model.generate(torch.tensor([[1, 2]]), custom_generate=sys.argv[2], trust_remote_code=True)\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
+    code = "import sys; sys.modules['dspark'] = None\n" + WITHOUT_PACKAGE
     assert "pip install dspark" in python({"HF_HOME": str(tmp_path)}, "-c", code, *pair)

@@ -25,7 +25,7 @@ from dspark.cards import write_card
 from dspark.evaluation.prompt_sets import SETS
 from dspark.publishing import code_files, write_code
 from tests.cards import reports
-from tests.publishing.test_push import LOCAL, assert_all_open
+from tests.publishing.test_push import LOCAL, WITHOUT_PACKAGE, assert_all_open
 from tests.release import distribution
 from tests.release.distribution import ROOT, released, tracked
 
@@ -177,16 +177,7 @@ def test_every_door_to_a_folder_opens_with_what_its_card_says(python: Path, pair
 
 
 def test_without_the_package_the_folder_names_it(bare: Path, pair: tuple[Path, Path]) -> None:
-    code = (
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "try:\n"
-        "    model.generate(torch.tensor([[1, 2]]), custom_generate=sys.argv[2], trust_remote_code=True)\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    assert "dspark>=" in run(bare, "-c", code, *pair)
+    assert "dspark>=" in run(bare, "-c", WITHOUT_PACKAGE, *pair)
 
 
 def test_a_build_looks_at_tracked_files_only_and_names_what_is_missing(tmp_path: Path) -> None:

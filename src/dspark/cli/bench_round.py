@@ -15,6 +15,7 @@ from ..evaluation.prompt_sets import chat_ids, gather_prompts
 from ..evaluation.provenance import machine_note, public_name, versions
 from ..evaluation.round_cost import OutputsDifferError, RoundCost, measure_round
 from ..evaluation.rows import at_temperature, number, percent
+from ..files import write_json
 from .bench_shared import (
     AsJson,
     Device,
@@ -28,7 +29,6 @@ from .bench_shared import (
     mixed_prompts,
     pack,
     show,
-    write_json,
 )  # fmt: skip
 from .common import Temperature, bad_input_exits, check_out_file, err, out, print_json
 
@@ -86,7 +86,7 @@ def round_command(
                 **cost.to_dict(),
             }  # fmt: skip
         if out_file is not None:
-            write_json(report, out_file)
+            write_json(out_file, report)
     if as_json:
         print_json(report)
     else:

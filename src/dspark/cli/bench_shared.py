@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..cpu import optimize_for_cpu
-from ..files import write_atomically
 from ..speculation import SpeculationConfig
 from .common import (
     BY_CURVE,
@@ -84,12 +82,6 @@ def policy_ways(names: Sequence[str], survival_threshold: float, curve: Any) -> 
     }
 
 
-def write_json(value: Any, path: Path) -> None:
-    """One JSON document in a file."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda place: place.write_text(text, encoding="utf-8"))
-
-
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
     print_table(out, title, header, rows)
@@ -97,5 +89,5 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 __all__ = [
     "GPU", "AsJson", "Curve", "Device", "Drafter", "Dtype", "Gguf", "PromptFiles", "Target", "Threads", "load_curve",
-    "load_pair", "mixed_prompts", "pack", "policy_ways", "show", "write_json",
+    "load_pair", "mixed_prompts", "pack", "policy_ways", "show",
 ]  # fmt: skip

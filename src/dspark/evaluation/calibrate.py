@@ -18,7 +18,7 @@ import torch
 
 from ..calibration import PositionFit, PositionReliability, fit_positions, position_reliability
 from ..calibration.temperature import MIN_ROUNDS
-from ..files import write_atomically
+from ..files import write_json
 from ..stats import SpeculationStats
 from .prompt_sets import prompt_hashes
 from .rounds import stack_rounds
@@ -211,8 +211,7 @@ def note_prompts(
     """
     path, hashes = Path(folder) / _NOTE, prompt_hashes(sets)
     noted = {key: value for key, value in _noted(path).items() if key in kept} | dict.fromkeys(keys, hashes)
-    text = json.dumps({"what": _WHAT, "prompt_hashes": noted}, indent=1) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, {"what": _WHAT, "prompt_hashes": noted})
 
 
 def calibration_prompts(folder: str | Path) -> set[str]:

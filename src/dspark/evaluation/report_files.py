@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically
+from ..files import write_atomically, write_json
 from .markdown import report_markdown, table
 from .plots import PlotLibraryError, write_plots
 from .rows import Table
@@ -27,8 +26,7 @@ def write_report(report: dict[str, Any], folder: str | Path) -> str | None:
         report["plots"] = write_plots(report, folder)
     except PlotLibraryError as error:
         problem, report["plots"] = str(error), []
-    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    (folder / REPORT_FILE).write_text(text, encoding="utf-8")
+    write_json(folder / REPORT_FILE, report)
     (folder / MARKDOWN_FILE).write_text(report_markdown(report), encoding="utf-8")
     return problem
 
@@ -70,10 +68,8 @@ def write_benchmark(  # noqa: PLR0913 - what a page is made of
     for each in tables:
         page += ["", f"**{each.title}**", "", *table(each.header, each.rows)]
     page += ["", f"![{plot_of}]({name}.png)"] if problem is None else []
-    for suffix, text in (("json", json.dumps(report, indent=1)), ("md", "\n".join(page))):
-        write_atomically(
-            folder / f"{name}.{suffix}", lambda path, text=text: path.write_text(text + "\n", encoding="utf-8")
-        )
+    write_json(folder / f"{name}.json", report)
+    write_atomically(folder / f"{name}.md", lambda path: path.write_text("\n".join(page) + "\n", encoding="utf-8"))
     return problem
 
 

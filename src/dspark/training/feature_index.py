@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from ..files import write_atomically
+from ..files import write_json
 from ..target import text_config, unwrap
 from ..target_note import fingerprint
 from .features import vocabulary_rows
@@ -70,7 +70,7 @@ def sha256_of(path: Path) -> str:
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
     """Write `index.json`, whole or not at all."""
-    write_atomically(folder / INDEX_NAME, lambda path: path.write_text(json.dumps(index, indent=1) + "\n"))
+    write_json(folder / INDEX_NAME, index)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
