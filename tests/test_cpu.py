@@ -15,9 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from dspark import cpu as cpu_module
+from dspark import packed_blocks
 from dspark.cpu import PackedLayers, optimize_for_cpu
+from dspark.packed_blocks import HalfBlocks, half_exponent
 from dspark.packed_weight import PackedLinear, PackedWeight
 from tests.packing import CLOSE, IDS, TARGETS, assert_same, drafter_of, greedy, snapshot, target
+
+needs_half = pytest.mark.skipif(packed_blocks.why_not_half() is not None, reason="torch was built without FBGEMM")
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -159,12 +163,81 @@ def test_bfloat16_layers_pack_in_float32_without_loss() -> None:
     assert_same(model, before)
 
 
-def test_a_dtype_without_products_is_refused_with_the_way_out() -> None:
+def stored_in(dtype: torch.dtype, kind: str = "llama tied") -> PreTrainedModel:
+    """A float32 model whose linear weights are numbers of a 16-bit checkpoint."""
+    model = target(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+@needs_half
+@torch.no_grad()
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama tied", "qwen2"])  # qwen2: biases
+def test_numbers_of_a_16_bit_checkpoint_are_packed_in_16_bits_bit_for_bit(stored: torch.dtype, kind: str) -> None:
+    model = stored_in(stored, kind)
+    layer = model.model.layers[0].mlp.up_proj
+    before, plain, text = snapshot(model), model(IDS).logits, greedy(model)
+    size = layer.weight.nbytes
+    with optimize_for_cpu(model) as half:
+        assert isinstance(layer.packed.blocks, HalfBlocks)
+        assert layer.packed.blocks.nbytes == size // 2
+        assert half.extra_bytes < 0 or kind == "llama tied"
+        assert model.dtype == model(IDS).logits.dtype == torch.float32
+        torch.testing.assert_close(model(IDS).logits, plain, **CLOSE)
+        assert greedy(model) == text
+        assert_same(model, before)
+    assert_same(model, before)
+    assert torch.equal(model(IDS).logits, plain)
+    with optimize_for_cpu(model, dtype=torch.float32) as wide:
+        assert not isinstance(layer.packed.blocks, HalfBlocks)
+        assert wide.extra_bytes > half.extra_bytes
+
+
+@pytest.mark.parametrize(
+    ("numbers", "exponent"),
+    [
+        ([1.5, -3.0, 0.0], 0),
+        ([0.0, 0.0], 0),
+        ([2.0**-30, -3 * 2.0**-29], 42),  # too small for float16, not so with a factor
+        ([2.0**20, 1.0], -6),  # too large
+        ([1 + 2.0**-20], None),  # too many digits
+        ([1.0, 2.0**-45], None),  # too far apart
+        ([float("inf"), 1.0], None),
+        ([float("nan")], None),
+    ],
+)
+def test_the_power_of_two_that_makes_numbers_float16(numbers: list[float], exponent: int | None) -> None:
+    weight = torch.tensor([numbers])
+    assert half_exponent(weight) == exponent
+    if exponent is not None and packed_blocks.why_not_half() is None:
+        assert torch.equal(HalfBlocks(weight).dense(), weight)
+
+
+def test_without_half_products_a_layer_keeps_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_module, "why_not_half", lambda: "no FBGEMM in this build")
+    model = stored_in(torch.bfloat16)
+    with optimize_for_cpu(model):
+        assert not isinstance(model.lm_head.packed.blocks, HalfBlocks)
+    with pytest.raises(RuntimeError, match=r"no packed torch\.float16 product here: no FBGEMM.*dtype=torch\.float32"):
+        optimize_for_cpu(model, dtype=torch.float16)
+
+
+def test_a_dtype_without_products_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target().to(torch.bfloat16)
+    text = greedy(model, 2)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         with optimize_for_cpu(model):
+            assert not isinstance(model.lm_head.packed.blocks, HalfBlocks)
             greedy(model, 2)
-        return
+    monkeypatch.setattr(cpu_module, "why_not_onednn", lambda dtype: f"no {dtype}")
+    if packed_blocks.why_not_half() is None:
+        with optimize_for_cpu(model):  # exact all the same
+            assert isinstance(model.lm_head.packed.blocks, HalfBlocks)
+            assert greedy(model, 2) == text
+    monkeypatch.setattr(cpu_module, "why_not_half", lambda: "no FBGEMM")
     with pytest.raises(RuntimeError, match=r"no packed torch\.bfloat16 product here.*dtype=torch\.float32"):
         optimize_for_cpu(model)
 
@@ -204,12 +277,13 @@ def test_what_cannot_be_packed_is_refused_by_name(make: Any, error: type[Excepti
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-def test_packing_that_would_round_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"would round.*dtype=torch\.bfloat16"):
-        optimize_for_cpu(target(), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packing_that_would_round_weights_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"would round.*dtype={dtype}"):
+        optimize_for_cpu(target(), dtype=dtype)
 
 
 def test_a_build_without_onednn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_module.torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="no oneDNN linear products"):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"no oneDNN linear products.*use the model unpacked"):
         optimize_for_cpu(target())

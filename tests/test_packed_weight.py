@@ -118,11 +118,13 @@ def test_wrong_inputs_and_autocast_say_what_a_packed_layer_takes() -> None:
 
 
 @torch.no_grad()
-def test_a_result_does_not_depend_on_how_many_rows_are_computed_at_once() -> None:
-    model = target("llama")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])  # bfloat16: packed in 16 bits
+def test_a_result_does_not_depend_on_how_many_rows_are_computed_at_once(stored: torch.dtype) -> None:
+    model = target("llama").to(stored).float()
     with optimize_for_cpu(model):
         layer = model.model.layers[0].mlp.up_proj
         rows = torch.randn(33, 32)
         single = torch.cat([layer(row[None]) for row in rows])
-        for count in (2, 8, 33):
+        for count in (0, 2, 8, 33):
             torch.testing.assert_close(layer(rows[:count]), single[:count], atol=1e-6, rtol=0)  # one rounding
+        assert layer(rows.view(3, 11, 32).transpose(0, 1)).shape == (11, 3, 48)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def written_texts(target, tokenizer, layers: list[int], args: argparse.Namespace
         if kept["settings"] == settings:
             return {name: [WrittenText(**text) for text in texts] for name, texts in kept["texts"].items()}
     found: dict[str, list[WrittenText]] = {}
-    with optimize_for_cpu(target) if args.device == "cpu" else torch.no_grad():
+    with optimize_for_cpu(target) if args.device == "cpu" else nullcontext():
         for name, prompts in gather_prompts([], args.prompt_file, limit=args.prompts).items():
             ids = [chat_ids(tokenizer, prompt).to(args.device) for prompt in prompts]
             found[name] = [write_text(target, i, layers, max_new_tokens=args.max_new_tokens) for i in ids]
@@ -84,6 +85,11 @@ def written_texts(target, tokenizer, layers: list[int], args: argparse.Namespace
 
 def measure(drafter, texts: dict[str, list[WrittenText]], target, thresholds: tuple[float, ...]) -> dict:
     """Accepted lengths, conditional acceptance, scored rounds: per set, and per threshold over all sets."""
+    with optimize_for_cpu(drafter) if drafter.device.type == "cpu" else nullcontext():
+        return replayed(drafter, texts, target, thresholds)
+
+
+def replayed(drafter, texts: dict[str, list[WrittenText]], target, thresholds: tuple[float, ...]) -> dict:
     found: dict = {"sets": {}, "sweep": []}
     for name, some in texts.items():
         stats = SpeculationStats()

@@ -1,7 +1,7 @@
-"""`optimize_for_cpu`: a model's linear layers packed for oneDNN, so that small batches decode fast on a CPU.
+"""`optimize_for_cpu`: a model's linear layers packed for products of few rows, so that small batches decode fast.
 
 Opt-in, for inference, undone by the handle it returns. The numbers stored do not change, rounding does. What a packed
-layer can and cannot do is in `packed_weight.py`.
+layer can and cannot do is in `packed_weight.py`, how its numbers lie in `packed_blocks.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from .packed_blocks import half_exponent, pack, why_not_half, why_not_onednn
 from .packed_weight import PackedLinear, PackedWeight
 from .target import describe, unwrap
 
 logger = logging.get_logger("dspark.cpu")
 
-# Rows oneDNN is told to expect. 8 was as fast as any other hint from 1 to 512 rows, and with hints from 4 up a row's
-# result does not depend, bit for bit, on how many rows are computed at once. A hint of 1 leaves rows unblocked and
-# loses both.
-_EXPECTED_ROWS = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of quantised weights; token ids and masks are int64 and bool.
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -80,10 +77,10 @@ class PackedLayers:
     def _pack(self, layers: dict[str, nn.Linear], dtype: torch.dtype, *, is_tied: bool) -> None:
         """Pack one parameter, given all layers that use it."""
         original: Any = next(iter(layers.values())).weight
-        blocks = torch.ops.mkldnn._reorder_linear_weight(original.detach().to(dtype), _EXPECTED_ROWS)
+        blocks = pack(original.detach(), dtype)
         bare = PackedWeight.wrap(original.shape, blocks, original, is_tied=is_tied)
         weight: Any = nn.Parameter(bare, original.requires_grad)
-        self.extra_bytes += torch.ops.mkldnn._nbytes(blocks) - (0 if is_tied else original.nbytes)
+        self.extra_bytes += blocks.nbytes - (0 if is_tied else original.nbytes)
         for name, layer in layers.items():
             self.packed.append(name)
             self._layers.append((layer, weight))
@@ -107,8 +104,10 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
 
     Args:
         model: A `PreTrainedModel` on the CPU, bare or wrapped (PEFT). `Conv1D` layers (GPT-2) are left alone.
-        dtype: Dtype of the packed weights and of the product; None is each layer's own. `torch.float32` packs bfloat16
-            or float16 layers for a CPU without such products: exact, activations keep their dtype, twice the memory.
+        dtype: Dtype of the packed weights. None: the narrowest that holds a layer's numbers bit for bit and has
+            products here. That is float16, multiplied in float32, where a checkpoint stored 16-bit numbers that were
+            loaded in float32 (half the memory and half the time of few rows), and each layer's own dtype elsewhere.
+            `torch.float16` and `torch.float32` ask for one of them; activations keep their dtype.
 
     Returns:
         The handle. Keep it, or use it as a context manager: nothing else can restore the model.
@@ -117,7 +116,7 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
         TypeError: Not a `PreTrainedModel`.
         ValueError: A layer is quantised, not on the CPU or of an unsupported dtype; or `dtype` would round weights; or
             there is nothing to pack.
-        RuntimeError: This build of torch or this CPU lacks the oneDNN products.
+        RuntimeError: This build of torch or this CPU lacks the products.
     """
     model = unwrap(model)
     if not isinstance(model, PreTrainedModel):
@@ -125,9 +124,8 @@ def optimize_for_cpu(model: Any, *, dtype: torch.dtype | None = None) -> PackedL
     layers, skipped = _find_layers(model)
     if not layers and not is_packed(model):
         raise ValueError(f"{describe(model)} has no `nn.Linear` layer to pack, so nothing would be gained.")
-    dtypes = {name: _packed_dtype(name, layer.weight, dtype) for name, layer in layers.items()}
-    for each in set(dtypes.values()):
-        _require_products(each)
+    missing = {each: why_not_half() if each == torch.float16 else why_not_onednn(each) for each in _DTYPES}
+    dtypes = {name: _packed_dtype(name, layer.weight, dtype, missing) for name, layer in layers.items()}
     handle = PackedLayers(model, skipped)
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -160,6 +158,12 @@ def _first_packed(model: nn.Module) -> PackedWeight | None:
 def is_packed(model: Any) -> bool:
     """Whether linear layers of a model, bare or wrapped, are packed at present."""
     return any(isinstance(module, PackedLinear) for module in unwrap(model).modules())
+
+
+def packed_forms(model: Any) -> list[str]:
+    """In words, the forms in which linear layers of a model, bare or wrapped, are packed at present."""
+    found = [module.packed.blocks.form for module in unwrap(model).modules() if isinstance(module, PackedLinear)]
+    return list(dict.fromkeys(found))
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -200,33 +204,28 @@ def _refuse_quantised(name: str, module: nn.Module) -> None:
         )
 
 
-def _packed_dtype(name: str, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    dtype = weight.dtype if dtype is None else dtype
-    if weight.dtype not in _DTYPES or dtype not in _DTYPES:
+def _packed_dtype(
+    name: str, weight: torch.Tensor, dtype: torch.dtype | None, missing: dict[torch.dtype, str | None]
+) -> torch.dtype:
+    """The dtype to pack a layer's weight in, after refusing what cannot be; `missing`: why there are no products."""
+    own = weight.dtype
+    if own not in _DTYPES or dtype not in (None, *_DTYPES):
         supported = ", ".join(map(str, _DTYPES))
-        raise ValueError(f"`{name}` is {weight.dtype}, to be packed as {dtype}; supported are {supported}.")
-    if dtype not in (weight.dtype, torch.float32):
+        raise ValueError(f"`{name}` is {own}, to be packed as {dtype or own}; supported are {supported}.")
+    fits_half = dtype != torch.float32 and half_exponent(weight) is not None
+    if dtype is None:
+        # bfloat16 products, where there are, also beat float32 ones of many rows.
+        has_own = own == torch.bfloat16 and missing[own] is None
+        dtype = torch.float16 if fits_half and not has_own and missing[torch.float16] is None else own
+    if dtype not in (own, torch.float32) and not (dtype == torch.float16 and fits_half):
         raise ValueError(
-            f"Packing `{name}` from {weight.dtype} to {dtype} would round its weights, and restoring could not undo "
-            f"that. Load the model with `dtype={dtype}`, then pack it without `dtype`."
+            f"Packing `{name}` from {own} to {dtype} would round its weights, and restoring could not undo that. "
+            f"Load the model with `dtype={dtype}`, then pack it without `dtype`."
         )
-    return dtype
-
-
-def _require_products(dtype: torch.dtype) -> None:
-    """Refuse, with oneDNN's own words, a dtype for which this build or CPU has no packed product."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        raise RuntimeError("This build of torch has no oneDNN linear products: use the model unpacked here.")
-    weight = torch.arange(48.0).view(16, 3).to(dtype)
-    try:
-        blocks = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
-        torch.ops.mkldnn._linear_pointwise.default(weight.new_ones(2, 3), blocks, None, "none", [], "")
-        is_exact = torch.equal(blocks.to_dense(), weight)
-    except RuntimeError as error:
+    if missing[dtype] is not None:
         way_out = "use the model unpacked" if dtype is torch.float32 else "pack it with `dtype=torch.float32` (exact)"
-        raise RuntimeError(f"oneDNN has no packed {dtype} product here: {error}. Instead, {way_out}.") from error
-    if not is_exact:
-        raise RuntimeError(f"oneDNN does not unpack {dtype} weights bit for bit here: use the model unpacked.")
+        raise RuntimeError(f"There is no packed {dtype} product here: {missing[dtype]}. Instead, {way_out}.")
+    return dtype
 
 
 def _group_by_weight(model: nn.Module, layers: dict[str, nn.Linear]) -> Iterator[tuple[list[str], bool]]:
@@ -260,4 +259,4 @@ def packed(model: PreTrainedModel, *, wanted: bool = True) -> Any:
         return nullcontext()
 
 
-__all__ = ["PackedLayers", "is_packed", "optimize_for_cpu", "packed"]
+__all__ = ["PackedLayers", "is_packed", "optimize_for_cpu", "packed", "packed_forms"]

@@ -1,4 +1,4 @@
-"""`PackedWeight` and `PackedLinear`: a linear layer whose weight lies in oneDNN's blocked order (see `cpu.py`).
+"""`PackedWeight` and `PackedLinear`: a linear layer whose weight lies in the order of its products (see `cpu.py`).
 
 The layer keeps its identity and its `weight` attribute: shape, dtype and device as before, reading gives the plain
 numbers, `F.linear` runs on the blocks, and whatever would write to, move or copy them is refused with a reason.
@@ -14,29 +14,31 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from .packed_blocks import Blocks
+
 _REFUSED = "{} a packed weight is refused: {}. Undo the packing first (`handle.restore()`)."
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NEEDS_STORAGE = {"share_memory_", "pin_memory", "data_ptr", "storage", "untyped_storage", "_typed_storage"}
 
 
 class PackedWeight(torch.Tensor):
-    """A linear layer's weight `[N, K]` in oneDNN's blocked order.
+    """A linear layer's weight `[N, K]` in blocks.
 
     It stands where the plain parameter stood, except for a tied one, which stays, the blocks being a second copy.
 
     Attributes:
-        blocks: The oneDNN tensor, in the dtype the product is computed in.
+        blocks: Its numbers in the order of the product.
         original: The plain parameter, emptied unless tied. The object lives on, so that an optimizer finds it again.
         is_tied: Whether an embedding or another module needs the plain rows.
     """
 
-    blocks: torch.Tensor
+    blocks: Blocks
     original: nn.Parameter
     is_tied: bool
     _stamp: tuple[int, int]
 
     @staticmethod
-    def wrap(shape: torch.Size, blocks: torch.Tensor, original: nn.Parameter, *, is_tied: bool) -> PackedWeight:
+    def wrap(shape: torch.Size, blocks: Blocks, original: nn.Parameter, *, is_tied: bool) -> PackedWeight:
         """A packed weight of this plain shape; without gradient and not yet a parameter."""
         weight = torch.Tensor._make_wrapper_subclass(PackedWeight, shape, dtype=original.dtype, device=original.device)
         weight.blocks, weight.original, weight.is_tied = blocks, original, is_tied
@@ -45,7 +47,7 @@ class PackedWeight(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """The plain weight `[N, K]`, bit for bit: the tied rows themselves, else a fresh copy."""
-        return self.original.detach() if self.is_tied else self.blocks.to_dense().to(self.original.dtype)
+        return self.original.detach() if self.is_tied else self.blocks.dense().to(self.original.dtype)
 
     def stands_for(self, parameter: nn.Parameter | None) -> bool:
         """Whether the blocks hold what this parameter of a layer holds: itself, or the tied one as it was packed."""
@@ -144,15 +146,14 @@ def _product(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
     if torch.compiler.is_compiling():  # ends the graph here, so that the product runs outside of it
         raise RuntimeError("Packed linear layers cannot be part of a compiled graph: compile the plain model instead.")
     blocks, dtype = weight.blocks, weight.original.dtype
-    if x.dtype != dtype or x.shape[-1] != blocks.shape[1]:
+    if x.dtype != dtype or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"A packed linear layer takes {dtype} inputs [..., {blocks.shape[1]}], got {x.dtype} {list(x.shape)}. "
+            f"A packed linear layer takes {dtype} inputs [..., {weight.shape[1]}], got {x.dtype} {list(x.shape)}. "
             "Under autocast, use the model unpacked, or pack one that was loaded in the dtype you want."
         )
-    if blocks.dtype == dtype:
-        return torch.ops.mkldnn._linear_pointwise.default(x, blocks, bias, "none", [], "")
-    wide_bias = None if bias is None else bias.to(blocks.dtype)
-    return torch.ops.mkldnn._linear_pointwise.default(x.to(blocks.dtype), blocks, wide_bias, "none", [], "").to(dtype)
+    if blocks.takes == dtype:
+        return blocks.product(x, bias)
+    return blocks.product(x.to(blocks.takes), None if bias is None else bias.to(blocks.takes)).to(dtype)
 
 
 def _stamp(parameter: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from ..cpu import is_packed
+from ..cpu import packed_forms
 from ..decoding.ragged_attention import attends_by_interface
 from ..modeling_dspark import DSparkDrafter
 from ..ops.dispatch import choice_and_reason
@@ -41,8 +41,9 @@ def picked_paths(target: PreTrainedModel, drafter: DSparkDrafter) -> list[Picked
 
 
 def _linears(what: str, model: PreTrainedModel) -> PickedPath:
-    if is_packed(model):
-        return PickedPath(what, "packed for oneDNN", "packing was asked for on a CPU")
+    forms = packed_forms(model)
+    if forms:
+        return PickedPath(what, " and ".join(forms), "packing was asked for on a CPU")
     kind = model.device.type
     return PickedPath(what, "stock", "packing was not asked for" if kind == "cpu" else f"the model is on {kind}")
 

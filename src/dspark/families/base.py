@@ -7,6 +7,7 @@ own keys. Both pass the same `k_proj`/`v_proj`; context features do not pass `in
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, eager_attention_forward, rotate_half
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+_UNSHARED = SimpleNamespace(is_causal=False)  # what sdpa reads of a layer without shared key heads
 
 
 class KeyValueSource(Protocol):
@@ -116,9 +118,16 @@ class DraftAttention(nn.Module):
         queries = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
         queries = rotate(self.q_norm(queries).transpose(1, 2), rotary)
         keys, values = context.extend(self.layer_idx, *self.keys_values(hidden, rotary))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        layer: Any = self
+        rows, heads, width, head_dim = queries.shape
+        if implementation == "sdpa" and attention_mask is None:
+            # Query heads of one key head become queries of that head: sdpa would copy keys and values once per query
+            # head. The same sums.
+            layer, queries = _UNSHARED, queries.reshape(rows, keys.shape[1], -1, head_dim)
         output, _ = attend(
-            self,
+            layer,
             queries,
             keys,
             values,
@@ -127,6 +136,8 @@ class DraftAttention(nn.Module):
             scaling=self.scaling,
             is_causal=False,
         )
+        if layer is _UNSHARED:
+            output = output.transpose(1, 2).reshape(rows, heads, width, -1).transpose(1, 2)
         return self.o_proj(output.reshape(*hidden.shape[:-1], -1))
 
 
