@@ -130,20 +130,15 @@ def test_compiled_wrappers_are_looked_through() -> None:
     assert sum(oracle.last_stats.accepted) > 0
 
 
-def test_a_compiled_forward_is_exact_or_says_what_to_do() -> None:
-    """Hooks come and go with each call, and a graph compiled before may not see them."""
+def test_a_forward_that_ran_compiled_before_is_exact() -> None:
+    """Hooks come with a call, and a graph of before knows nothing of them."""
     model = zoo.new_target("Llama", num_hidden_layers=2)
     text = _text(model)
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     _text(model)
     oracle = Oracle(model, [text], CYCLE)
-    try:
-        found = _text(model, assistant_model=oracle)
-    except RuntimeError as error:
-        assert "compile after the first" in str(error)  # noqa: PT017 - either outcome is right
-    else:
-        assert found == text
-        assert sum(oracle.last_stats.accepted) > 0
+    assert _text(model, assistant_model=oracle) == text
+    assert sum(oracle.last_stats.accepted) > 0
 
 
 def _with_lora(model: Any, modules: list[str]) -> Any:

@@ -52,15 +52,17 @@ def variants(base: DrafterShape) -> dict[str, DrafterShape]:
 
 def train(target, shape: DrafterShape, data: FeatureDataset, folder: Path, args: argparse.Namespace) -> DSparkDrafter:
     """A trained drafter of `shape`; goes on from the folder's last checkpoint."""
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if last is not None and int(last.rpartition("-")[2]) >= args.steps:
+        return DSparkDrafter.from_pretrained(last, dtype=torch.float32).to(args.device).eval()
     torch.manual_seed(args.seed)
-    drafter = new_drafter(target, shape)
+    drafter = new_drafter(target, shape, bigrams=data.answer_bigrams())
     config = TrainingConfig(
         output_dir=str(folder), max_steps=args.steps, per_device_train_batch_size=args.batch_size, seed=args.seed,
         num_anchors=args.anchors, learning_rate=args.lr, save_steps=args.save_every, save_total_limit=1,
         report_to="none", use_cpu=args.device == "cpu",
     )  # fmt: skip
     trainer = DSparkTrainer(drafter, target=target, args=config, train_dataset=data)
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=last)
     return drafter.eval()
 

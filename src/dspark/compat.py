@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import cache_utils
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.utils import output_capturing
 
 from .requirements import NEWEST, OLDEST
 
@@ -52,6 +53,11 @@ def output_cache_field() -> str:
     """Field of transformers' generation outputs that holds the cache: `cache` since 5.24."""
     names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
     return "cache" if "cache" in names else "past_key_values"
+
+
+def selects_hidden_states() -> bool:
+    """Whether `output_hidden_states` takes a list of indices, so that a pass returns only those: since 5.24."""
+    return hasattr(output_capturing, "selected_hidden_states")
 
 
 def check_generation_hooks() -> None:

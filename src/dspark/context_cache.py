@@ -52,7 +52,7 @@ class ContextCache:
     @property
     def is_uniform(self) -> bool:
         """Whether all rows have the same number of slots (then no mask is needed)."""
-        return len(set(self.lengths)) == 1
+        return all(length == self.lengths[0] for length in self.lengths)  # no set: a compiled pass counts lengths
 
     def next_positions(self, count: int, device: torch.device) -> torch.Tensor:
         """Absolute positions of the next `count` slots of each row, int64 `[B, count]`."""

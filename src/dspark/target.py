@@ -114,6 +114,24 @@ def rotary_kind(config: Any) -> tuple[str | None, float | None]:
     return rope.get("rope_type"), rope.get("rope_theta")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's own call or forward is compiled (`torch.compile`, `Module.compile`)."""
+    return hasattr(module, "_orig_mod") or _is_called_compiled(module) or _forwards_compiled(module)
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether the forward is compiled (`model.forward = torch.compile(model.forward)`) and hooks around it are not."""
+    return _forwards_compiled(module) and not _is_called_compiled(module)
+
+
+def _is_called_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _forwards_compiled(module: nn.Module) -> bool:
+    return hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def skips_hidden_states(target: PreTrainedModel) -> bool:
     """Whether a pass that keeps few logits leaves out positions in late layers (those that share keys: Gemma 4)."""
     return bool(getattr(text_config(target), "num_kv_shared_layers", 0))
@@ -180,7 +198,9 @@ __all__ = [
     "decoder_layers",
     "describe",
     "embedding_module",
+    "has_compiled_forward",
     "head_module",
+    "is_compiled",
     "is_on_meta",
     "logit_rows",
     "rotary_kind",

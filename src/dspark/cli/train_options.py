@@ -51,7 +51,8 @@ Init = Annotated[
     str,
     _in(
         _DRAFTER,
-        "target: start from the target's last layers (ours). random: as the reference. Else a folder or "
+        "target: start from the target's last layers, the sequential head from the answers' bigrams (ours). random: "
+        "as the reference. Else a folder or "
         "Hub id of a drafter to train on; the options below are then not given.",
     ),
 ]

@@ -3,6 +3,9 @@
 Temporary forward hooks, so that untapped layers keep nothing alive. Two generations may run on one target from two
 threads: a capture records only forward passes made by its own thread while it is armed, which also leaves out passes
 that processors make on the same model.
+
+Hooks on layers would cut the graph of a compiled forward at every tap. There the model is asked to return the states
+instead, by hooks around its forward, outside the graph, which then is one.
 """
 
 from __future__ import annotations
@@ -11,12 +14,17 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..target import decoder_layers, describe
+from ..compat import selects_hidden_states
+from ..target import decoder_layers, describe, has_compiled_forward
+
+# By target: which of its layers' outputs it was seen to return.
+_returning: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], bool]] = WeakKeyDictionary()
 
 
 class HiddenStateCapture:
@@ -30,22 +38,31 @@ class HiddenStateCapture:
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        self._target = target
         self._layers = decoder_layers(target)
         self._name = describe(target)
         self._layer_ids = list(layer_ids)
         self._taps: dict[int, torch.Tensor] = {}
         self._handles: list[Any] = []
+        self._asks = False  # whether the present pass returns states only because we asked
         self._thread: int | None = None
         self._sink: Callable[[torch.Tensor], None] | None = None
 
     def __enter__(self) -> HiddenStateCapture:
+        if has_compiled_forward(self._target) and self._target_returns_states():
+            self._handles.append(self._target.register_forward_pre_hook(self._ask, with_kwargs=True))
+            self._handles.append(self._target.register_forward_hook(self._take))
+            return self
+        self._tap_layers()
+        return self
+
+    def _tap_layers(self) -> None:
         for layer_id in self._layer_ids:
             if layer_id == -1:
                 handle = self._layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
             else:
                 handle = self._layers[layer_id].register_forward_hook(self._recorder(layer_id))
             self._handles.append(handle)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -80,10 +97,64 @@ class HiddenStateCapture:
         if not passes:
             raise RuntimeError(
                 f"No hidden states of layers {self._layer_ids} were seen in a forward pass of {self._name}. If it was "
-                "compiled as a whole before generating, its graph ignores new hooks: compile after the first "
-                "`generate(assistant_model=...)` call, or pass the model uncompiled."
+                "compiled as a whole before generating (`model.compile()`), its graph ignores new hooks: compile its "
+                "forward alone (`model.forward = torch.compile(model.forward)`), or pass the model uncompiled."
             )
         return result
+
+    # --- a compiled forward: the model returns the states --------------------------------------------------------
+
+    def _target_returns_states(self) -> bool:
+        """Whether the target, asked for them, returns the tapped layers' outputs. Tried once per target and taps.
+
+        A class may return something else for its last layer (behind the final norm), or nothing.
+        """
+        known, taps = _returning.setdefault(self._target, {}), tuple(self._layer_ids)
+        if known.get(taps) is None:
+            tapped: list[torch.Tensor] = []
+            ids = torch.arange(8, device=self._target.device)[None]  # a padding token alone would be zeros everywhere
+            asked: Any = {"output_hidden_states": self._indices(), "use_cache": False, "return_dict": True}
+            try:
+                self._tap_layers()
+                # Eager: this also installs transformers' own hooks, which a graph cannot.
+                with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                    output = self.run(lambda: self._target(input_ids=ids, **asked), tapped.append)
+            finally:
+                self.__exit__(None, None, None)
+            states = self._selected(output)
+            known[taps] = states is not None and torch.equal(states, tapped[0])
+        return known[taps]
+
+    def _indices(self) -> list[int] | bool:
+        return sorted(layer_id + 1 for layer_id in self._layer_ids) if selects_hidden_states() else True
+
+    def _selected(self, output: Any) -> torch.Tensor | None:
+        found = getattr(output, "hidden_states", None) or ()
+        if len(found) != len(self._layers) + 1 or any(found[i + 1] is None for i in self._layer_ids):
+            return None
+        device = found[self._layer_ids[-1] + 1].device
+        return torch.cat([found[i + 1].detach().to(device) for i in self._layer_ids], dim=-1)
+
+    def _is_armed(self) -> bool:
+        return self._thread == threading.get_ident() and self._sink is not None
+
+    def _ask(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = kwargs.get("output_hidden_states", self._target.config.output_hidden_states)
+        # Whoever asks for all of them is given ours too.
+        self._asks = self._is_armed() and not wanted
+        return (args, {**kwargs, "output_hidden_states": self._indices()}) if self._asks else None
+
+    def _take(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if not self._is_armed() or self._sink is None:
+            return None
+        states = self._selected(output)
+        if states is not None:
+            self._sink(states)
+        if not self._asks:
+            return None
+        return type(output)(**{name: value for name, value in output.items() if name != "hidden_states"})
+
+    # --- hooks on layers -----------------------------------------------------------------------------------------
 
     def _record_input(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._record(-1, args[0] if args else kwargs["hidden_states"])
@@ -96,7 +167,7 @@ class HiddenStateCapture:
 
     @torch.compiler.disable  # between a compiled target's graphs: traced, its state would be guarded on
     def _record(self, layer_id: int, states: torch.Tensor) -> None:
-        if self._thread != threading.get_ident() or self._sink is None:
+        if not self._is_armed() or self._sink is None:
             return
         self._taps[layer_id] = states.detach()
         if len(self._taps) == len(self._layer_ids):

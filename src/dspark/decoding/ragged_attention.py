@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..target import counts_slots, text_config
+from ..target import counts_slots, is_compiled, text_config
 from .grouped_attention import GroupedAttention, attend_grouped, grouped_mask, head_groups
 from .ragged_pass import RaggedPass
 
@@ -40,13 +40,8 @@ def attends_by_interface(target: PreTrainedModel) -> bool:
         and "chunked_attention" not in (getattr(config, "layer_types", None) or ())
         and not counts_slots(target)
         and type(decoder)._can_set_attn_implementation()
-        and not any(_is_compiled(module) for module in target.modules())
+        and not any(is_compiled(module) for module in target.modules())
     )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    is_called_compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return is_called_compiled or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 class RaggedAttention:

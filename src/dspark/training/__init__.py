@@ -3,6 +3,7 @@
 from ..objective import Objective, block_loss, build_blocks, sample_anchors
 from .adapter import AdapterShape, adapt
 from .arguments import TrainingConfig
+from .bigram_start import Bigrams, bigram_start
 from .builder import DrafterShape, default_target_layer_ids, new_drafter
 from .collator import BlockCollator
 from .data import AnswerDataset, DataError, read_answers
@@ -20,6 +21,7 @@ from .vocabulary import choose_mask_token, draft_vocab_from_counts
 __all__ = [
     "AdapterShape",
     "AnswerDataset",
+    "Bigrams",
     "BlockCollator",
     "DSparkTrainer",
     "DataError",
@@ -31,6 +33,7 @@ __all__ = [
     "Objective",
     "TrainingConfig",
     "adapt",
+    "bigram_start",
     "block_loss",
     "build_blocks",
     "capture_features",

@@ -14,6 +14,7 @@ from ..configuration_dspark import DSparkConfig, Family, MarkovHeadType
 from ..modeling_dspark import DSparkDrafter
 from ..target import decoder_layers, describe, head_module, text_config, unwrap
 from ..target_note import fingerprint
+from .bigram_start import Bigrams, bigram_start
 from .features import vocabulary_rows
 from .vocabulary import check_draft_vocab, choose_mask_token
 from .warm_start import warm_start
@@ -39,7 +40,8 @@ class DrafterShape:
         num_taps: How many layers to tap when they are not named (the reference: 5).
         draft_vocab: Sorted target ids the drafter can write; None: all.
         mask_token_id: Filler of the block's slots; None: found by `choose_mask_token`.
-        init: `"target"`: start from the target's last layers; `"random"`.
+        init: `"target"`: start from the target's last layers, and the head from the answers' bigrams where they are
+            given; `"random"`.
     """
 
     family: Family | None = None
@@ -60,6 +62,7 @@ def new_drafter(
     shape: DrafterShape | None = None,
     *,
     tokenizer: Any = None,
+    bigrams: Bigrams | None = None,
     target_name: str | None = None,
     **fields: Any,
 ) -> DSparkDrafter:
@@ -69,6 +72,8 @@ def new_drafter(
         target: Its weights are read (warm start, reduced head), never changed. Pass it before packing or quantising.
         shape: What the drafter looks like; or give its fields as keywords: `new_drafter(target, block_size=7)`.
         tokenizer: The target's, to find a mask token (not needed with `mask_token_id`) and for the note on the target.
+        bigrams: Of the answers to train on: with `init="target"` a vanilla or gated head starts from them; without
+            them it starts at zero, as if there were none.
         target_name: Public name of the target for that note; None: the Hub id it was loaded from.
         **fields: Fields of [`DrafterShape`].
 
@@ -93,6 +98,8 @@ def new_drafter(
         if drafter.markov_head is not None:
             # The first step then equals a drafter without a sequential head.
             drafter.markov_head.markov_w2.weight.zero_()
+            if bigrams is not None and shape.init == "target":
+                bigram_start(drafter.markov_head, bigrams, drafter.draft_token_ids)
         if shape.init == "target":
             warm_start(drafter, model)
     note = fingerprint(model, tokenizer=tokenizer, drafter=drafter, name=target_name)

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch.utils.data import Dataset
 
+from .bigram_start import Bigrams
+
 TooLong = Literal["truncate", "drop", "error"]
 SHORTEST_ANSWER = 2  # an anchor needs a supervised token and a supervised next one
 
@@ -95,6 +97,10 @@ class AnswerDataset(Dataset[dict[str, torch.Tensor]]):
         for item in self:
             counts += torch.bincount(item["input_ids"][item["loss_mask"]], minlength=vocab_size)
         return counts
+
+    def answer_bigrams(self) -> Bigrams:
+        """What the target wrote, with the token before each."""
+        return Bigrams.of((item["input_ids"], item["loss_mask"]) for item in self)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return (self[i] for i in range(len(self)))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..target import describe
 from ..target_note import fingerprint
+from .bigram_start import Bigrams
 from .data import DataCounts
 from .feature_index import REQUIRED_TENSORS, WEIGHT_HASHES, FeaturesError, read_index, sha256_of
 
@@ -113,6 +114,16 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
             ids = tensors.get_tensor("input_ids").long()[tensors.get_tensor("loss_mask")]
             counts += torch.bincount(ids, minlength=vocab_size)
         return counts
+
+    def answer_bigrams(self) -> Bigrams:
+        """What the target wrote, with the token before each."""
+        return Bigrams.of(self._ids_and_masks())
+
+    def _ids_and_masks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number, offsets in enumerate(self._offsets):
+            tensors = self._handle(number)
+            ids, mask = tensors.get_tensor("input_ids").long(), tensors.get_tensor("loss_mask")
+            yield from ((ids[start:end], mask[start:end]) for start, end in pairwise(offsets))
 
     def check_fits(self, target: PreTrainedModel, width: int) -> None:
         """Refuse features that are not of this target, or not of the drafter's `width` (`m*D_t`).

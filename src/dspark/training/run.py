@@ -230,7 +230,9 @@ def _drafter(
     if not isinstance(data, AnswerDataset) and shape.target_layer_ids is None:
         shape = replace(shape, target_layer_ids=data.target_layer_ids)
     torch.manual_seed(request.config.seed)
-    return new_drafter(target, shape, tokenizer=tokenizer, target_name=request.target_name)
+    return new_drafter(
+        target, shape, tokenizer=tokenizer, bigrams=data.answer_bigrams(), target_name=request.target_name
+    )
 
 
 def _model(request: TrainRequest, drafter: DSparkDrafter) -> Any:

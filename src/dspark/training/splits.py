@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedModel
 
+from .bigram_start import Bigrams
 from .collator import mix, sequence_lengths
 from .data import DataCounts, DataError
 from .feature_index import FeaturesError
@@ -123,6 +124,10 @@ class JoinedFeatures(ConcatDataset[dict[str, torch.Tensor]]):
     def answer_token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token is written by the target: int64 `[vocab_size]`."""
         return torch.stack([part.answer_token_counts(vocab_size) for part in self.parts]).sum(0)
+
+    def answer_bigrams(self) -> Bigrams:
+        """What the target wrote, with the token before each."""
+        return Bigrams.merged(part.answer_bigrams() for part in self.parts)
 
     def check_fits(self, target: PreTrainedModel, width: int) -> None:
         """As [`FeatureDataset.check_fits`], for every folder."""
