@@ -108,11 +108,9 @@ def test_generated_code_is_exact(cache: dict[str, Any]) -> None:
     oracle.run_layers = torch.compile(oracle.run_layers, dynamic=True)  # type: ignore[method-assign]
     assert plain(model, NEW, input_ids=ids, assistant_model=oracle, **cache)[0].tolist() == text
     assert sum(oracle.last_stats.accepted) > 0
-    graphs = counter.frame_count
-    assert graphs <= 6  # two of plain decoding, a prompt's with hidden states, two of rounds
     assert plain(model, NEW, input_ids=ids, assistant_model=Hostile(model), **cache)[0].tolist() == text
-    # Where drafts are never accepted the budget ends in single tokens, which torch always compiles for themselves.
-    assert counter.frame_count <= graphs + 3
+    # Of plain decoding, of prompts, of rounds, and of single tokens, which torch compiles for themselves.
+    assert counter.frame_count <= 8
 
 
 def test_a_batch_is_exact() -> None:
