@@ -109,8 +109,8 @@ def test_generated_code_is_exact(cache: dict[str, Any]) -> None:
     assert plain(model, NEW, input_ids=ids, assistant_model=oracle, **cache)[0].tolist() == text
     assert sum(oracle.last_stats.accepted) > 0
     assert plain(model, NEW, input_ids=ids, assistant_model=Hostile(model), **cache)[0].tolist() == text
-    # Three of plain decoding; of prompts; of rounds, where a dynamic cache's keys lie in one order or another; of single
-    # tokens, which torch compiles for themselves.
+    # Three of plain decoding; of prompts; of rounds, where a dynamic cache's keys lie in one order or another; of one
+    # token at a time, which torch compiles for itself.
     assert counter.frame_count <= 9
 
 
