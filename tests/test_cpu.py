@@ -205,6 +205,9 @@ def test_numbers_of_a_16_bit_checkpoint_are_packed_in_16_bits_bit_for_bit(stored
         ([2.0**20, 1.0], -6),  # too large
         ([1 + 2.0**-20], None),  # too many digits
         ([1.0, 2.0**-45], None),  # too far apart
+        ([2.0**-80, -(2.0**-81)], 94),
+        ([2.0**-120, 2.0**-120], None),  # the factor would not be a float32
+        ([2.0**127, 2.0**126], None),
         ([float("inf"), 1.0], None),
         ([float("nan")], None),
     ],
@@ -214,6 +217,20 @@ def test_the_power_of_two_that_makes_numbers_float16(numbers: list[float], expon
     assert half_exponent(weight) == exponent
     if exponent is not None and packed_blocks.why_not_half() is None:
         assert torch.equal(HalfBlocks(weight).dense(), weight)
+
+
+@needs_half
+@torch.no_grad()
+def test_a_float16_weight_that_is_not_finite_is_packed_as_it_is() -> None:
+    model = target().half()
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight[0, 0] = float("inf")
+    before = snapshot(model)
+    with optimize_for_cpu(model):
+        assert not isinstance(layer.packed.blocks, HalfBlocks)
+        assert_same(model, before)
+    with pytest.raises(ValueError, match=r"down_proj.*would round"):
+        optimize_for_cpu(model, dtype=torch.float16)
 
 
 def test_without_half_products_a_layer_keeps_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,4 +127,5 @@ def test_a_result_does_not_depend_on_how_many_rows_are_computed_at_once(stored: 
         single = torch.cat([layer(row[None]) for row in rows])
         for count in (0, 2, 8, 33):
             torch.testing.assert_close(layer(rows[:count]), single[:count], atol=1e-6, rtol=0)  # one rounding
+        assert torch.equal(layer(rows[5]), layer(rows[5:6])[0])
         assert layer(rows.view(3, 11, 32).transpose(0, 1)).shape == (11, 3, 48)

@@ -26,6 +26,7 @@ from dspark.evaluation import chat_ids, gather_prompts
 from dspark.evaluation.replay import WrittenText, replay, write_text
 from dspark.stats import SpeculationStats
 from dspark.training import (
+    Bigrams,
     DrafterShape,
     DSparkTrainer,
     FeatureDataset,
@@ -56,7 +57,7 @@ def train(target, shape: DrafterShape, data: FeatureDataset, folder: Path, args:
     if last is not None and int(last.rpartition("-")[2]) >= args.steps:
         return DSparkDrafter.from_pretrained(last, dtype=torch.float32).to(args.device).eval()
     torch.manual_seed(args.seed)
-    drafter = new_drafter(target, shape, bigrams=data.answer_bigrams())
+    drafter = new_drafter(target, shape, bigrams=Bigrams.of(data))
     config = TrainingConfig(
         output_dir=str(folder), max_steps=args.steps, per_device_train_batch_size=args.batch_size, seed=args.seed,
         num_anchors=args.anchors, learning_rate=args.lr, save_steps=args.save_every, save_total_limit=1,

@@ -217,7 +217,9 @@ def _packed_dtype(
         # bfloat16 products, where there are, also beat float32 ones of many rows.
         has_own = own == torch.bfloat16 and missing[own] is None
         dtype = torch.float16 if fits_half and not has_own and missing[torch.float16] is None else own
-    if dtype not in (own, torch.float32) and not (dtype == torch.float16 and fits_half):
+        if dtype == torch.float16 and not fits_half:  # not all finite
+            dtype = torch.float32
+    if not (fits_half if dtype == torch.float16 else dtype in (own, torch.float32)):
         raise ValueError(
             f"Packing `{name}` from {own} to {dtype} would round its weights, and restoring could not undo that. "
             f"Load the model with `dtype={dtype}`, then pack it without `dtype`."

@@ -16,6 +16,7 @@ import torch
 _EXPECTED_ROWS = 8
 # The largest magnitude is brought to 2**14 or above: bfloat16's 8 significant bits fit 31 octaves down, to 2**-17.
 _TOP_EXPONENT = 15
+_LARGEST_EXPONENT = 100
 
 
 class Blocks(Protocol):
@@ -78,6 +79,8 @@ class HalfBlocks:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See [`Blocks`]."""
+        if x.dim() == 1:
+            return self.product(x[None], bias)[0]
         result = torch.ops.quantized.linear_dynamic_fp16(x, self._blocks)
         if self._factor != 1:
             result.mul_(self._factor)  # exact: a power of two
@@ -93,7 +96,9 @@ def half_exponent(weight: torch.Tensor) -> int | None:
     if not 0 < largest < torch.inf:
         return None
     exponent = _TOP_EXPONENT - int(torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent)
-    return exponent if _is_half(weight.float() * 2.0**exponent) else None
+    # Beyond it a factor or what it multiplies would leave float32.
+    is_safe = abs(exponent) <= _LARGEST_EXPONENT
+    return exponent if is_safe and _is_half(weight.float() * 2.0**exponent) else None
 
 
 def _is_half(weight: torch.Tensor) -> bool:

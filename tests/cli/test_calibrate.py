@@ -314,7 +314,7 @@ def test_packing_gives_the_same_temperatures_and_stored_weights(pair: Path, draf
         (("--out", "{drafter}-copy", "--refit-head", "--limit", "4"), "that are not held out, got 3 of 4"),
         (("--held-out", "0"), "must lie between 0 and 1"),
         (("--held-out", "0.01"), "leave no prompt on one side"),
-        (("--limit", "1"), "Give more prompts or another share (--held-out)."),
+        (("--limit", "1"), "Give at least 4 prompts, or another share (--held-out)."),
         (("--max-new-tokens", "5"), "24 rounds at most from 8 prompts of 5 new tokens are too few"),
         (("--temperature", "-1"), "`temperatures` must be at least 0"),
         (("--temperature", "1", "--temperature", "1"), "must name each value once"),

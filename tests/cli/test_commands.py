@@ -176,7 +176,11 @@ def test_inspect_reads_settings_without_weights(pair: dict[str, str]) -> None:
         ),
         (["inspect", "/no/such/folder"], "There is no folder /no/such/folder"),
         (["generate", "x", "--target", "/nope", "--drafter", "{drafter}"], "There is no folder /nope"),
-        (["generate", "x", "--target", "{drafter}", "--drafter", "{drafter}"], "No tokenizer could be loaded from"),
+        (
+            ["generate", "x", "--target", "{drafter}", "--drafter", "{drafter}"],
+            "drafter is a drafter. --target names the",
+        ),
+        (["generate", "x", "--target", "no/such", "--drafter", "{drafter}"], "There is no folder no/such here"),
         (["generate", "", "--target", "{target}", "--drafter", "{drafter}"], "The prompt has no tokens"),
         (["generate", "x", "--target", "{target}", "--drafter", "{drafter}", "--device", "foo"], "--device must be"),
         (["doctor", "--target", "{target}", "--drafter", "{drafter}", "--device", "cuda:99"], "--device is"),

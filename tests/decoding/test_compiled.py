@@ -6,6 +6,7 @@ another layer or behind another norm, states that leak into the caller's outputs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,3 +183,35 @@ def test_a_call_compiled_as_a_whole_says_what_to_do() -> None:
         assert "model.forward = torch.compile(model.forward)" in str(error)  # noqa: PT017 - either outcome is right
     else:
         assert found[0].tolist() == text
+
+
+@pytest.mark.skipif(not selects_hidden_states(), reason="transformers returns all hidden states or none")
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_caller_may_ask_for_some_hidden_states(is_compiled: bool) -> None:
+    model = compiled()[0] if is_compiled else zoo.new_target("Qwen3")
+    ids = zoo.prompt(9)
+    call = {"input_ids": ids, "output_hidden_states": [1], "return_dict_in_generate": True}
+    expected = plain(zoo.new_target("Qwen3"), 6, **call)
+    found = plain(model, 6, assistant_model=Oracle(model, expected.sequences.tolist(), CYCLE), **call)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    states = [torch.cat([step[1] for step in output.hidden_states], dim=1) for output in (found, expected)]
+    torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4)
+
+
+def test_two_trials_at_once_leave_the_compiler_alone() -> None:
+    """Each target is tried once, in whatever thread comes first."""
+    models = [compiled()[0] for _ in range(2)]
+    ids, texts_found = zoo.prompt(9), [None, None]
+
+    def decode(i: int) -> None:
+        texts_found[i] = plain(models[i], 8, input_ids=ids, assistant_model=Hostile(models[i]))[0].tolist()
+
+    threads = [threading.Thread(target=decode, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts_found[0] == texts_found[1] == texts("Qwen3", [ids], 8)[0]
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1

@@ -6,11 +6,22 @@ hangs on the random state, a head it does not fit left half-filled.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dspark.heads import SEQUENTIAL_HEADS
-from dspark.training import Bigrams, FeatureDataset, JoinedFeatures, bigram_start, new_drafter, read_answers
+from dspark.training import (
+    Bigrams,
+    FeatureDataset,
+    JoinedFeatures,
+    bigram_start,
+    hold_out,
+    new_drafter,
+    read_answers,
+    run,
+)
 from dspark.training.shards import write_features
 from tests.training import tiny
 from tests.training.test_data import write
@@ -32,14 +43,37 @@ WANTED = {(2, 3): 1, (3, 4): 3, (4, 3): 1, (5, 3): 1, (4, 6): 1, (7, 7): 2}
 def test_answers_are_counted_and_prompts_and_borders_are_not(tmp_path) -> None:
     target = tiny.llama()
     data = read_answers(write(tmp_path / "a", *RECORDS), max_length=16, vocab_size=tiny.VOCAB)
-    assert pairs(data.answer_bigrams()) == WANTED
+    assert pairs(Bigrams.of(data)) == WANTED
     for name, part in (("one", data), ("two", data)):
         write_features(target, part, tmp_path / name, [1, 2], shard_bytes=3000, batch_size=1)
     stored = FeatureDataset(tmp_path / "one")
     assert len(stored.index["shards"]) > 1
-    assert pairs(stored.answer_bigrams()) == WANTED
+    assert pairs(Bigrams.of(stored)) == WANTED
     joined = JoinedFeatures([stored, FeatureDataset(tmp_path / "two")])
-    assert pairs(joined.answer_bigrams()) == {pair: 2 * count for pair, count in WANTED.items()}
+    assert pairs(Bigrams.of(joined)) == {pair: 2 * count for pair, count in WANTED.items()}
+    split = hold_out(joined, 2, seed=0)
+    parts = [pairs(Bigrams.of(part)) for part in split]
+    assert {pair: sum(part.get(pair, 0) for part in parts) for pair in WANTED} == pairs(Bigrams.of(joined))
+    assert all(parts)
+
+
+def test_held_out_answers_are_not_counted(tmp_path, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(run, "new_drafter", lambda *args, bigrams, **more: seen.append(bigrams))
+    data = read_answers(write(tmp_path / "a", *RECORDS), max_length=16, vocab_size=tiny.VOCAB)
+    request = SimpleNamespace(
+        adapter=None, start_from=None, shape=None, draft_vocab_size=None, target_name=None, held_out=1,
+        config=SimpleNamespace(seed=3),
+    )  # fmt: skip
+    run._drafter(request, None, None, data, None)
+    assert pairs(seen[0]) == pairs(Bigrams.of(hold_out(data, 1, 3).train))
+    assert pairs(seen[0]) != WANTED
+
+
+def test_no_answers_give_no_pairs_and_a_head_at_zero() -> None:
+    found = Bigrams.of([])
+    assert [len(column) for column in found] == [0, 0, 0]
+    assert not bigram_start(head_of("vanilla"), found)
 
 
 def head_of(kind: str, *, rank: int = 8, width: int = 6, rows: int = 10):
@@ -107,7 +141,7 @@ def test_heads_it_cannot_fill_stay_as_they_are(case: str) -> None:
 
 def test_a_new_drafter_starts_from_them_and_the_random_state_does_not_matter(tmp_path) -> None:
     target = tiny.llama()
-    found = read_answers(write(tmp_path / "a", *RECORDS), max_length=16, vocab_size=tiny.VOCAB).answer_bigrams()
+    found = Bigrams.of(read_answers(write(tmp_path / "a", *RECORDS), max_length=16, vocab_size=tiny.VOCAB))
     shape = {"num_hidden_layers": 1, "markov_rank": 4, "mask_token_id": 0}
     tables = []
     for seed in (1, 2):

@@ -10,6 +10,8 @@ from ..calibration import PositionReliability
 from ..evaluation.calibrate import Calibration
 from .tables import print_table
 
+_FEW_ROUNDS = 1000
+
 
 def print_survival(console: Console, calibration: Calibration) -> None:
     """Figures by draft position."""
@@ -34,13 +36,14 @@ def print_survival(console: Console, calibration: Calibration) -> None:
 
 
 def fitted_positions(calibration: Calibration) -> str:
-    """Which positions got a temperature of their own, 1-based."""
-    total, fitted = len(calibration.fits), calibration.fitted
+    """Which positions got a temperature of their own, 1-based, and whether that was on few rounds."""
+    total, fitted, rounds = len(calibration.fits), calibration.fitted, calibration.num_fit_rounds
     what = f"temperatures for decoding at {calibration.key}"
+    few = "" if rounds >= _FEW_ROUNDS else f". {rounds} rounds are few: take this for a first guess, give more prompts"
     if len(fitted) == total:
-        return f"{what} fitted at all {total} positions"
+        return f"{what} fitted at all {total} positions{few}"
     named = ", ".join(str(position + 1) for position in fitted)
-    return f"{what} fitted at {len(fitted)} of {total} positions ({named}); each other keeps the one before it"
+    return f"{what} fitted at {len(fitted)} of {total} positions ({named}); each other keeps the one before it{few}"
 
 
 def _percent(share: float) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ..configuration_dspark import DSparkConfig
 from ..files import check_place
 from ..modeling_dspark import DSparkDrafter
 from ..scheduling import ThroughputCurve
@@ -195,18 +196,31 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
     """
     check_source(source)
     _check_gguf(source, gguf_file)
+    _refuse_drafter(source)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError) as error:
         found = _gguf_files(source) if gguf_file is None else []
         hint = f" It holds {', '.join(found)}: name it with --gguf-file." if found else ""
+        is_here = Path(source).exists()
+        where = "" if is_here else f" There is no folder {source} here, and on the Hub it could not be read."
         reason = " ".join(str(error).split())
+        reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
         raise ValueError(
-            f"No tokenizer could be loaded from {source}, which texts need.{hint} ({reason:.200})"
+            f"No tokenizer could be loaded from {source}, which texts need.{where}{hint} ({reason})"
         ) from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra).eval()
     return model, tokenizer
+
+
+def _refuse_drafter(source: str) -> None:
+    """Refuse a local folder that holds a drafter where a target is wanted."""
+    config = Path(source) / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("model_type") == DSparkConfig.model_type:
+        raise ValueError(
+            f"{source} is a drafter. --target names the model whose text is wanted, and --drafter the drafter."
+        )
 
 
 def _check_gguf(source: str, gguf_file: str | None) -> None:

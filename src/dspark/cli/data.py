@@ -125,7 +125,8 @@ def data(
     err.print(
         f"{out}: {counts.written} answers written ({counts.tokens} tokens; {ended - writing:.0f} s of writing, "
         f"{seconds:.0f} s with loading), {counts.present} there before, {counts.duplicates} duplicate prompts, "
-        f"{counts.too_long} too long",
+        f"{counts.too_long} too long"
+        + (f"; the file also has {counts.others} answers to other prompts" if counts.others else ""),
         highlight=False,
         soft_wrap=True,
     )

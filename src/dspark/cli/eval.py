@@ -137,6 +137,8 @@ def evaluate_command(
         print_json(report)
     else:
         print_report(report, out)
+        if out_folder is not None:
+            err.print(f"{out_folder}: report.md, report.json and plots", markup=False, highlight=False, soft_wrap=True)
     if has_unequal_ids(report) and report["configuration"]["machine"]["dtype"] == "float32":
         raise typer.Exit(1)
 

@@ -33,6 +33,8 @@ from .common import (
     use_threads,
 )
 
+_ROUNDS_THAT_TELL, _HARDLY_ANY = 20, 1.1  # rounds; accepted length
+
 
 def generate(
     prompt: Annotated[
@@ -97,6 +99,11 @@ def generate(
         f"[dim]{stats.num_new_tokens} tokens, {stats.num_target_passes} target passes, accepted length "
         f"{stats.mean_acceptance_length:.2f}, {stats.draft_acceptance_rate:.0%} of verified drafts accepted[/]"
     )
+    if stats.num_rounds >= _ROUNDS_THAT_TELL and stats.mean_acceptance_length < _HARDLY_ANY:
+        err.print(
+            "Hardly any draft was accepted: `dspark doctor` with the same --target and --drafter says why.",
+            style="yellow", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     out.file.flush()
 
 

@@ -127,7 +127,12 @@ def _refuse_beside_files(options: dict[str, str | None]) -> None:
 def _write(traces: list[Trace], page: Path | None, file: Path | None) -> None:
     if page is not None:
         write_page(page, traces)
-        err.print(f"{page}: written", highlight=False, markup=False)
+        told = "; ".join(
+            f"{found.num_tokens} tokens in {found.num_rounds} rounds, {found.num_accepted} of {found.num_verified} "
+            "verified drafts accepted"
+            for found in map(figures, traces)
+        )
+        err.print(f"{page}: written, open it in a browser ({told})", highlight=False, markup=False, soft_wrap=True)
     if file is not None:
         save(file, traces)
         err.print(f"{file}: written", highlight=False, markup=False)

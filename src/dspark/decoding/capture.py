@@ -97,8 +97,9 @@ class HiddenStateCapture:
         if not passes:
             raise RuntimeError(
                 f"No hidden states of layers {self._layer_ids} were seen in a forward pass of {self._name}. If it was "
-                "compiled as a whole before generating (`model.compile()`), its graph ignores new hooks: compile its "
-                "forward alone (`model.forward = torch.compile(model.forward)`), or pass the model uncompiled."
+                "compiled, the graphs it has ignore new hooks: let its first call be one with a drafter. In place of "
+                "`model.compile()`, compile its forward alone (`model.forward = torch.compile(model.forward)`), or "
+                "pass the model uncompiled."
             )
         return result
 
@@ -112,13 +113,14 @@ class HiddenStateCapture:
         known, taps = _returning.setdefault(self._target, {}), tuple(self._layer_ids)
         if known.get(taps) is None:
             tapped: list[torch.Tensor] = []
+            # As it was before it was compiled: that also installs transformers' own hooks, which a graph cannot.
+            forward: Any = self._target.forward._torchdynamo_orig_callable  # type: ignore[attr-defined]
             ids = torch.arange(8, device=self._target.device)[None]  # a padding token alone would be zeros everywhere
             asked: Any = {"output_hidden_states": self._indices(), "use_cache": False, "return_dict": True}
             try:
                 self._tap_layers()
-                # Eager: this also installs transformers' own hooks, which a graph cannot.
-                with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                    output = self.run(lambda: self._target(input_ids=ids, **asked), tapped.append)
+                with torch.no_grad(), torch.random.fork_rng():
+                    output = self.run(lambda: forward(input_ids=ids, **asked), tapped.append)
             finally:
                 self.__exit__(None, None, None)
             states = self._selected(output)
@@ -140,9 +142,12 @@ class HiddenStateCapture:
 
     def _ask(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = kwargs.get("output_hidden_states", self._target.config.output_hidden_states)
-        # Whoever asks for all of them is given ours too.
         self._asks = self._is_armed() and not wanted
-        return (args, {**kwargs, "output_hidden_states": self._indices()}) if self._asks else None
+        if not self._is_armed() or wanted is True:  # whoever asks for all of them is given ours too
+            return None
+        some = [] if not wanted else [wanted] if isinstance(wanted, int) else list(wanted)
+        ours = self._indices()
+        return args, {**kwargs, "output_hidden_states": [*some, *ours] if isinstance(ours, list) else True}
 
     def _take(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if not self._is_armed() or self._sink is None:

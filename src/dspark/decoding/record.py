@@ -75,7 +75,9 @@ class Recorder:
                 layers = zip(outputs.attentions, widths, strict=True)
                 self.attentions += (tuple(_step_weights(weights, slot, width) for weights, width in layers),)
             if self.hidden_states is not None:
-                self.hidden_states += (tuple(h[:, slot : slot + 1].clone() for h in outputs.hidden_states),)
+                self.hidden_states += (
+                    tuple(None if h is None else h[:, slot : slot + 1].clone() for h in outputs.hidden_states),
+                )
 
 
 def attention_widths(config: Any, cache: Cache, count: int) -> list[int | None]:

@@ -105,8 +105,8 @@ def held_out_places(sizes: Sequence[int], share: float, seed: int) -> list[bool]
         chosen += is_out
     if all(chosen) or not any(chosen):
         raise ValueError(
-            f"{sum(sizes)} prompts and a held-out share of {share} leave no prompt on one side. Give more prompts or "
-            "another share (--held-out)."
+            f"{sum(sizes)} prompts and a held-out share of {share} leave no prompt on one side. Give at least "
+            f"{math.ceil(1 / min(share, 1 - share))} prompts, or another share (--held-out)."
         )
     return chosen
 

@@ -123,7 +123,10 @@ class Diagnosis:
                 f"{length:.2f} tokens per round, over {self.rounds} rounds only: too few to judge a setting by "
                 f"({_FEWEST_ROUNDS} at least). Give more prompts or longer answers."
             )
-        return True, f"No fault found: {length:.2f} tokens per round is what this drafter gives here."
+        return True, (
+            f"No fault found: {length:.2f} tokens per round is what this drafter gives here. A setting is "
+            f"named from {_NOTICED:.2f} tokens and twice its own noise on; gains below are chance."
+        )
 
 
 def diagnose(

@@ -36,7 +36,8 @@ class AnswerCounts:
         prompts: Read.
         duplicates: Left out since an earlier prompt has the same ids.
         too_long: Left out for their length.
-        present: Answers that were in the file already.
+        present: Answers to these prompts that were in the file already.
+        others: Answers to other prompts that the file has.
         written: Answers added.
         tokens: Tokens added.
         dropped_lines: Half-written last lines removed (0 or 1).
@@ -46,6 +47,7 @@ class AnswerCounts:
     duplicates: int = 0
     too_long: int = 0
     present: int = 0
+    others: int = 0
     written: int = 0
     tokens: int = 0
     dropped_lines: int = 0
@@ -85,6 +87,7 @@ def write_answers(
     done = _finished(out, counts)
     _check_same_prompts(jobs, done, out)
     counts.present = sum(job.key in done for job in jobs)
+    counts.others = len(done) - counts.present
     if features is not None:
         features.catch_up(_records(target, out), settings.batch_size)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,7 @@ for free. The reference starts from zero; this is ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,22 +34,14 @@ class Bigrams(NamedTuple):
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Bigrams:
-        """Count sequences of ids int64 `[S]` and masks bool `[S]`, True on what the target wrote."""
-        pairs = torch.cat([(ids[:-1] << 32 | ids[1:])[mask[1:]] for ids, mask in sequences])
-        return cls._counted(pairs, torch.ones_like(pairs))
-
-    @classmethod
-    def merged(cls, parts: Iterable[Bigrams]) -> Bigrams:
-        """Those of several data sets."""
-        some = list(parts)
-        pairs = torch.cat([part.previous << 32 | part.following for part in some])
-        return cls._counted(pairs, torch.cat([part.counts for part in some]))
-
-    @classmethod
-    def _counted(cls, pairs: torch.Tensor, counts: torch.Tensor) -> Bigrams:
-        unique, place = pairs.unique(return_inverse=True)
-        return cls(unique >> 32, unique & 0xFFFFFFFF, torch.zeros_like(unique).index_add_(0, place, counts))
+    def of(cls, data: Any) -> Bigrams:
+        """Count a data set; its `ids_and_mask(i)` gives ids int64 `[S]` and a mask, True on what was written."""
+        pairs = [torch.empty(0, dtype=torch.long)]
+        for i in range(len(data)):
+            ids, mask = data.ids_and_mask(i)
+            pairs.append((ids[:-1] << 32 | ids[1:])[mask[1:]])
+        unique, counts = torch.cat(pairs).unique(return_counts=True)
+        return cls(unique >> 32, unique & 0xFFFFFFFF, counts)
 
 
 @torch.no_grad()
@@ -89,7 +80,7 @@ def bigram_start(head: SequentialHead, bigrams: Bigrams, draft_token_ids: torch.
     rank = min(head.rank, rows, columns)
     sample = min(rank + _OVERSAMPLING, rows, columns)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the factors of a data set do not depend on what was drawn before
+        torch.default_generator.manual_seed(0)  # a data set's factors do not depend on what was drawn before
         left, sizes, right = torch.svd_lowrank(table.coalesce(), q=sample, niter=4)
     scale = (_STRENGTH * sizes[:rank]).sqrt()
     head.markov_w1.weight.zero_()[:, :rank].copy_(left[:, :rank] * scale)

@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch.utils.data import Dataset
 
-from .bigram_start import Bigrams
-
 TooLong = Literal["truncate", "drop", "error"]
 SHORTEST_ANSWER = 2  # an anchor needs a supervised token and a supervised next one
 
@@ -98,9 +96,10 @@ class AnswerDataset(Dataset[dict[str, torch.Tensor]]):
             counts += torch.bincount(item["input_ids"][item["loss_mask"]], minlength=vocab_size)
         return counts
 
-    def answer_bigrams(self) -> Bigrams:
-        """What the target wrote, with the token before each."""
-        return Bigrams.of((item["input_ids"], item["loss_mask"]) for item in self)
+    def ids_and_mask(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and loss mask of one sequence."""
+        item = self[index]
+        return item["input_ids"], item["loss_mask"]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return (self[i] for i in range(len(self)))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from ..target import describe
 from ..target_note import fingerprint
-from .bigram_start import Bigrams
 from .data import DataCounts
 from .feature_index import REQUIRED_TENSORS, WEIGHT_HASHES, FeaturesError, read_index, sha256_of
 
@@ -89,18 +88,22 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
         return self._firsts[-1]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tensors, start, end = self._place(index)
+        item = {name: tensors.get_slice(name)[start:end] for name in tensors.keys() if name != "offsets"}  # noqa: SIM118
+        item["input_ids"] = item["input_ids"].long()
+        if self._columns is not None:
+            item["target_hidden_states"] = torch.cat([item["target_hidden_states"][:, c] for c in self._columns], -1)
+        return item
+
+    def _place(self, index: int) -> tuple[Any, int, int]:
+        """The shard of a sequence, and its first and last row there."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Sequence {index} of {len(self)}.")
         index %= len(self)
         number = bisect_right(self._firsts, index) - 1
         place = index - self._firsts[number]
         start, end = self._offsets[number][place : place + 2]
-        tensors = self._handle(number)
-        item = {name: tensors.get_slice(name)[start:end] for name in tensors.keys() if name != "offsets"}  # noqa: SIM118
-        item["input_ids"] = item["input_ids"].long()
-        if self._columns is not None:
-            item["target_hidden_states"] = torch.cat([item["target_hidden_states"][:, c] for c in self._columns], -1)
-        return item
+        return self._handle(number), start, end
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes map the files themselves.
@@ -115,15 +118,11 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
             counts += torch.bincount(ids, minlength=vocab_size)
         return counts
 
-    def answer_bigrams(self) -> Bigrams:
-        """What the target wrote, with the token before each."""
-        return Bigrams.of(self._ids_and_masks())
-
-    def _ids_and_masks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for number, offsets in enumerate(self._offsets):
-            tensors = self._handle(number)
-            ids, mask = tensors.get_tensor("input_ids").long(), tensors.get_tensor("loss_mask")
-            yield from ((ids[start:end], mask[start:end]) for start, end in pairwise(offsets))
+    def ids_and_mask(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and loss mask of one sequence; its features are not read."""
+        tensors, start, end = self._place(index)
+        ids, mask = (tensors.get_slice(name)[start:end] for name in ("input_ids", "loss_mask"))
+        return ids.long(), mask
 
     def check_fits(self, target: PreTrainedModel, width: int) -> None:
         """Refuse features that are not of this target, or not of the drafter's `width` (`m*D_t`).

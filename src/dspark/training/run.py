@@ -20,6 +20,7 @@ from ..peft_layers import carries_adapters
 from ..plain_decoding import eos_ids
 from ..target import decoder_layers, text_config
 from .adapter import adapt
+from .bigram_start import Bigrams
 from .builder import new_drafter
 from .collator import EpochSampler, padding_share, sequence_lengths
 from .data import AnswerDataset, read_answers
@@ -229,10 +230,10 @@ def _drafter(
         shape = replace(shape, draft_vocab=draft_vocab_from_counts(counts, request.draft_vocab_size, always))
     if not isinstance(data, AnswerDataset) and shape.target_layer_ids is None:
         shape = replace(shape, target_layer_ids=data.target_layer_ids)
+    # Of what is trained on alone: held-out answers judge the head too.
+    bigrams = Bigrams.of(hold_out(data, request.held_out, request.config.seed).train if request.held_out else data)
     torch.manual_seed(request.config.seed)
-    return new_drafter(
-        target, shape, tokenizer=tokenizer, bigrams=data.answer_bigrams(), target_name=request.target_name
-    )
+    return new_drafter(target, shape, tokenizer=tokenizer, bigrams=bigrams, target_name=request.target_name)
 
 
 def _model(request: TrainRequest, drafter: DSparkDrafter) -> Any:

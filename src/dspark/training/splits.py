@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedModel
 
-from .bigram_start import Bigrams
 from .collator import mix, sequence_lengths
 from .data import DataCounts, DataError
 from .feature_index import FeaturesError
@@ -38,6 +38,10 @@ class Part(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.whole[self.indices[index]]
+
+    def ids_and_mask(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and loss mask of one sequence; its features are not read."""
+        return self.whole.ids_and_mask(self.indices[index])
 
     def check_fits(self, target: PreTrainedModel, width: int) -> None:
         """As the whole's, where it stores features."""
@@ -125,9 +129,11 @@ class JoinedFeatures(ConcatDataset[dict[str, torch.Tensor]]):
         """How often each token is written by the target: int64 `[vocab_size]`."""
         return torch.stack([part.answer_token_counts(vocab_size) for part in self.parts]).sum(0)
 
-    def answer_bigrams(self) -> Bigrams:
-        """What the target wrote, with the token before each."""
-        return Bigrams.merged(part.answer_bigrams() for part in self.parts)
+    def ids_and_mask(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and loss mask of one sequence; its features are not read."""
+        number = bisect_right(self.cumulative_sizes, index)
+        before = self.cumulative_sizes[number - 1] if number else 0
+        return self.parts[number].ids_and_mask(index - before)
 
     def check_fits(self, target: PreTrainedModel, width: int) -> None:
         """As [`FeatureDataset.check_fits`], for every folder."""
