@@ -48,8 +48,8 @@ def load_pair(
     """
     where = chosen_device(device)
     use_threads(threads)
-    model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
     draft = load_drafter(drafter, target_dtype(dtype, where))
+    model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
     return model.to(where), tokenizer, draft.to(where)
 
 

@@ -120,8 +120,8 @@ def calibrate(
         is_held_out = held_out_places([len(texts) for texts in chosen.values()], held_out, seed)
         check_enough_prompts(is_held_out, max_new_tokens, MIN_GROUPS if refit_head else 1)
         use_threads(threads)
-        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
         draft = load_drafter(drafter, target_dtype(dtype, where))
+        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
         for module in (model, draft):
             torch.nn.Module.to(module, where)
         ids = [chat_ids(tokenizer, text, Prompting(raw)).to(where) for texts in chosen.values() for text in texts]

@@ -61,8 +61,8 @@ def doctor(
         device = chosen_device(device)
         texts = _texts(prompts, limit)
         use_threads(threads)
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))
+        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         model.to(device)
         draft.to(device)
         forms = {name: [ids.to(device) for ids in form] for name, form in _forms(tokenizer, texts).items()}

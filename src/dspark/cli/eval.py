@@ -174,8 +174,8 @@ def _run(
 ) -> Results:
     if target is None:
         raise ValueError("Name the target with --target (a folder or a Hub id), or folders of results with --merge.")
-    model, tokenizer = load_target(target, gguf_file, plan.dtype)
     drafters = {label: load_drafter(source, plan.dtype) for label, source in plan.sources.items()}
+    model, tokenizer = load_target(target, gguf_file, plan.dtype)
     for each in (model, *drafters.values()):
         torch.nn.Module.to(each, plan.device)
     if plan.prompting.template_args and (plan.prompting.raw or tokenizer.chat_template is None):

@@ -68,8 +68,8 @@ def generate(
         settings = speculation(policy, threshold, chosen_curve(curve, policy), context_window=window)
         use_threads(threads)
         device = chosen_device(device)
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         draft = load_drafter(drafter, parse_dtype(dtype))
+        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
         model.to(device)
         draft.to(device)
         if pack and device == "cpu":

@@ -65,8 +65,8 @@ def profile(
         check_out_file(curve_file)
         where = chosen_device(device)
         use_threads(threads)
-        model, _ = load_target(target, gguf_file, target_dtype(dtype, where))
         draft = load_drafter(drafter, target_dtype(dtype, where))
+        model, _ = load_target(target, gguf_file, target_dtype(dtype, where))
         for module in (model, draft):
             torch.nn.Module.to(module, where)
         slots = default_slots(draft) if slots is None else slots
