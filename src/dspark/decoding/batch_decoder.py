@@ -5,8 +5,8 @@ One process, one target, one thread: there is no server here. Beneath it are the
 continuous batching could not be used: its runner draws one token per request inside its own forward function, its
 request state appends one token per pass, and its paged cache has no way to take tokens back (all three seen in 5.24).
 
-Longer than a module here should be: submitting, joining, stepping and leaving are one class's business, and halves of it
-would reach into each other's rows.
+Longer than a module here should be: submitting, joining, stepping and leaving are one class's business, and halves of
+it would reach into each other's rows.
 """
 
 from __future__ import annotations
