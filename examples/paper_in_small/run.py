@@ -39,9 +39,10 @@ THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def variants(base: DrafterShape) -> dict[str, DrafterShape]:
-    """Name to shape; `none` is rank 0, that is DFlash."""
+    """Name to shape; `none` is rank 0, that is DFlash, `zero` the vanilla head without its start from counts."""
     heads = {"none": {"markov_rank": 0}, "vanilla": {}, "gated": {"markov_head_type": "gated"},
              "rnn": {"markov_head_type": "rnn"}}  # fmt: skip
+    heads["zero"] = heads["vanilla"]
     cells = [(head, 3, 7) for head in heads]
     cells += [(head, depth, 7) for depth in (1, 2, 5) for head in ("vanilla", "none")]
     cells += [(head, 3, block) for block in (4, 16) for head in ("vanilla", "none")]
@@ -51,13 +52,15 @@ def variants(base: DrafterShape) -> dict[str, DrafterShape]:
     }
 
 
-def train(target, shape: DrafterShape, data: FeatureDataset, folder: Path, args: argparse.Namespace) -> DSparkDrafter:
+def train(
+    target, shape: DrafterShape, data: FeatureDataset, folder: Path, args: argparse.Namespace, *, counts: bool
+) -> DSparkDrafter:
     """A trained drafter of `shape`; goes on from the folder's last checkpoint."""
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if last is not None and int(last.rpartition("-")[2]) >= args.steps:
         return DSparkDrafter.from_pretrained(last, dtype=torch.float32).to(args.device).eval()
     torch.manual_seed(args.seed)
-    drafter = new_drafter(target, shape, bigrams=Bigrams.of(data))
+    drafter = new_drafter(target, shape, bigrams=Bigrams.of(data) if counts else None)
     config = TrainingConfig(
         output_dir=str(folder), max_steps=args.steps, per_device_train_batch_size=args.batch_size, seed=args.seed,
         num_anchors=args.anchors, learning_rate=args.lr, save_steps=args.save_every, save_total_limit=1,
@@ -159,7 +162,8 @@ def main() -> None:
         if path.exists() or (args.only and name not in args.only):
             continue
         print(f"== {name}", flush=True)
-        drafter = train(target, shape, data, args.out / "checkpoints" / name, args)
+        counts = not name.startswith("zero")
+        drafter = train(target, shape, data, args.out / "checkpoints" / name, args, counts=counts)
         thresholds = THRESHOLDS if name == "vanilla-3layers-block7" else ()
         found = measure(drafter, texts, target, thresholds)
         found["parameters"] = sum(p.numel() for p in drafter.parameters())

@@ -212,13 +212,14 @@ def _packed_dtype(
     if own not in _DTYPES or dtype not in (None, *_DTYPES):
         supported = ", ".join(map(str, _DTYPES))
         raise ValueError(f"`{name}` is {own}, to be packed as {dtype or own}; supported are {supported}.")
-    fits_half = dtype != torch.float32 and half_exponent(weight) is not None
+    half = torch.float16
+    # bfloat16 products, where there are, also beat float32 ones of many rows.
+    has_own = own == torch.bfloat16 and missing[own] is None
+    # Looked at last: it reads the whole weight.
+    is_tried = dtype == half or (dtype is None and not has_own and missing[half] is None)
+    fits_half = is_tried and half_exponent(weight) is not None
     if dtype is None:
-        # bfloat16 products, where there are, also beat float32 ones of many rows.
-        has_own = own == torch.bfloat16 and missing[own] is None
-        dtype = torch.float16 if fits_half and not has_own and missing[torch.float16] is None else own
-        if dtype == torch.float16 and not fits_half:  # not all finite
-            dtype = torch.float32
+        dtype = half if fits_half else torch.float32 if own == half else own
     if not (fits_half if dtype == torch.float16 else dtype in (own, torch.float32)):
         raise ValueError(
             f"Packing `{name}` from {own} to {dtype} would round its weights, and restoring could not undo that. "

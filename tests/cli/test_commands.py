@@ -110,6 +110,14 @@ def test_a_curve_is_for_policies_that_look_at_one(pair: dict[str, str], tmp_path
         assert words in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("config", ["[1, 2]", "{"])
+def test_a_target_s_config_that_is_no_object_is_bad_input(pair: dict[str, str], tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = runner.invoke(app, ["generate", "x", "--target", str(tmp_path), "--drafter", pair["drafter"]])
+    assert result.exit_code == 2, result.output
+    assert str(tmp_path) in "".join(result.output.split())
+
+
 @pytest.mark.parametrize("command", ["generate", "trace", "doctor", "eval", "calibrate", "profile", "data", "train"])
 def test_threads_and_packing_are_options_everywhere(command: str) -> None:
     result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})

@@ -196,7 +196,7 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
     """
     check_source(source)
     _check_gguf(source, gguf_file)
-    _refuse_drafter(source)
+    _check_config(source)
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **extra)
@@ -214,10 +214,15 @@ def load_target(source: str, gguf_file: str | None, dtype: torch.dtype) -> tuple
     return model, tokenizer
 
 
-def _refuse_drafter(source: str) -> None:
-    """Refuse a local folder that holds a drafter where a target is wanted."""
-    config = Path(source) / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("model_type") == DSparkConfig.model_type:
+def _check_config(source: str) -> None:
+    """Refuse a local folder that holds a drafter where a target is wanted, or no config that could be one."""
+    try:
+        config = json.loads((Path(source) / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # not a local folder, or transformers says what is wrong with it
+    if not isinstance(config, dict):
+        raise ValueError(f"{Path(source) / 'config.json'} must hold a JSON object, got {type(config).__name__}.")
+    if config.get("model_type") == DSparkConfig.model_type:
         raise ValueError(
             f"{source} is a drafter. --target names the model whose text is wanted, and --drafter the drafter."
         )

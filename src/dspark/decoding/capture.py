@@ -111,7 +111,7 @@ class HiddenStateCapture:
         A class may return something else for its last layer (behind the final norm), or nothing.
         """
         known, taps = _returning.setdefault(self._target, {}), tuple(self._layer_ids)
-        if known.get(taps) is None:
+        if taps not in known:
             tapped: list[torch.Tensor] = []
             # As it was before it was compiled: that also installs transformers' own hooks, which a graph cannot.
             forward: Any = self._target.forward._torchdynamo_orig_callable  # type: ignore[attr-defined]
@@ -141,9 +141,11 @@ class HiddenStateCapture:
         return self._thread == threading.get_ident() and self._sink is not None
 
     def _ask(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_armed():  # another thread's pass: what we ask for in ours stays
+            return None
         wanted = kwargs.get("output_hidden_states", self._target.config.output_hidden_states)
-        self._asks = self._is_armed() and not wanted
-        if not self._is_armed() or wanted is True:  # whoever asks for all of them is given ours too
+        self._asks = not wanted
+        if wanted is True:  # whoever asks for all of them is given ours too
             return None
         some = [] if not wanted else [wanted] if isinstance(wanted, int) else list(wanted)
         ours = self._indices()
