@@ -8,6 +8,7 @@ id fed on before it is mapped; a soft cap or an embedding scale in the wrong pla
 from __future__ import annotations
 
 import math
+import warnings
 from typing import get_args
 
 import pytest
@@ -18,7 +19,7 @@ from dspark import DSparkDrafter
 from dspark.configuration_dspark import Family
 from dspark.context_cache import ContextCache
 from dspark.draft_masks import draft_masks
-from dspark.families import FAMILIES
+from dspark.families import FAMILIES, RMSNorm
 from dspark.objective import Objective
 
 from . import small
@@ -397,6 +398,17 @@ def test_autocast_trains() -> None:
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss, exact, atol=0.05, rtol=0.05)
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_norms_of_narrower_activations_take_the_fused_form() -> None:
+    """As under autocast: the dtype stays, nothing warns, and the numbers are those of float32, rounded once."""
+    norm, hidden = RMSNorm(16, 1e-6), torch.randn(3, 16).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = norm(hidden)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, norm(hidden.float()).bfloat16())
 
 
 def test_keep_mask_of_integers() -> None:

@@ -41,7 +41,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; dtype and shape stay."""
-        return F.rms_norm(hidden, self.dim, self.weight, self.eps)
+        weight = self.weight
+        if weight is None or weight.dtype == hidden.dtype:
+            return F.rms_norm(hidden, self.dim, weight, self.eps)
+        # Under autocast activations are narrower than weights, which torch's fused norm does not take as they are.
+        return F.rms_norm(hidden.to(weight.dtype), self.dim, weight, self.eps).to(hidden.dtype)
 
 
 class DraftRotaryEmbedding(Qwen3RotaryEmbedding):
