@@ -17,7 +17,8 @@ from statistics import mean, variance
 import torch
 
 from dspark import DSparkDrafter, optimize_for_cpu
-from dspark.cli.common import demo_drafter, demo_target, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_target
 from dspark.evaluation import SETS, chat_ids, read_prompts, sample_prompts
 from dspark.training import AdapterShape, DSparkTrainer, FeatureDataset, TrainingConfig, adapt, read_answers
 from dspark.training.answers import write_answers

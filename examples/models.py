@@ -6,7 +6,8 @@ import argparse
 
 import torch
 
-from dspark.cli.common import demo_drafter, demo_target, load_drafter, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_pair
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -23,6 +24,5 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def load(args: argparse.Namespace):
     """Target, tokenizer and drafter in fp32."""
     torch.set_num_threads(args.threads)
-    source = (args.target, args.gguf_file) if args.target else demo_target()
-    model, tokenizer = load_target(*source, torch.float32)
-    return model, tokenizer, load_drafter(args.drafter or demo_drafter(), torch.float32)
+    target, gguf_file = (args.target, args.gguf_file) if args.target else demo_target()
+    return load_pair(target, args.drafter or demo_drafter(), gguf_file, torch.float32)

@@ -404,9 +404,13 @@ def test_norms_of_narrower_activations_take_the_fused_form() -> None:
     """As under autocast: the dtype stays, nothing warns, and the numbers are those of float32, rounded once."""
     norm, hidden = RMSNorm(16, 1e-6), torch.randn(3, 16).bfloat16()
     torch.nn.init.normal_(norm.weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = norm(hidden)
+    torch.set_warn_always(True)  # else one of torch's own comes once per process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = norm(hidden)
+    finally:
+        torch.set_warn_always(False)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, norm(hidden.float()).bfloat16())
 

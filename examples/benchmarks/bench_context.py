@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark import SpeculationConfig, SpeculationStats, optimize_for_cpu
-from dspark.cli.common import load_drafter, load_target
+from dspark.cli.loading import load_drafter, load_target
 from dspark.evaluation import chat_ids, read_prompts, sample_prompts
 from dspark.plain_decoding import plain_law
 from dspark.training import new_drafter

@@ -335,7 +335,7 @@ def test_bad_requests_exit_with_2_before_any_model_is_loaded(
     def loads(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("dspark.cli.common.AutoModelForCausalLM.from_pretrained", loads)
+    monkeypatch.setattr("dspark.cli.loading.AutoModelForCausalLM.from_pretrained", loads)
     names = {"target": pair / "target", "headless": headless, "drafter": drafter}
     code, _, stderr = run(*command(pair, drafter), *(option.format(**names) for option in options))
     assert code == 2

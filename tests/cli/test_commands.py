@@ -118,6 +118,34 @@ def test_a_target_s_config_that_is_no_object_is_bad_input(pair: dict[str, str], 
     assert str(tmp_path) in "".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "x"],
+        ["trace", "--prompt", "x", "--json"],
+        ["doctor"],
+        ["eval"],
+        ["profile"],
+        ["bench", "round"],
+        ["demo"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_small_drafter_is_read_before_the_target(command: list[str], tmp_path: Path) -> None:
+    """Both are wrong: the drafter is what is said, before minutes of reading a large target."""
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    for folder in (target, drafter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+    if command == ["profile"]:
+        command = [*command, "--out", str(tmp_path / "curve.json")]
+    result = runner.invoke(app, [*command, "--target", str(target), "--drafter", str(drafter)])
+    assert result.exit_code == 2, result.output
+    said = "".join(result.output.split())
+    assert str(drafter) in said
+    assert str(target) not in said
+
+
 @pytest.mark.parametrize("command", ["generate", "trace", "doctor", "eval", "calibrate", "profile", "data", "train"])
 def test_threads_and_packing_are_options_everywhere(command: str) -> None:
     result = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})

@@ -12,7 +12,8 @@ import torch
 from dspark.conversion import convert, open_target
 
 from dspark import DSparkDrafter
-from dspark.cli.common import demo_drafter, demo_target, load_drafter, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_drafter, load_target
 from dspark.evaluation import chat_ids, sample_prompts
 
 pytestmark = pytest.mark.real

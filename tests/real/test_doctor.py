@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dspark import DSparkDrafter, optimize_for_cpu
-from dspark.cli.common import demo_drafter, demo_target, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_target
 from dspark.evaluation import chat_ids, sample_prompts
 from dspark.evaluation.doctor import Diagnosis, diagnose
 

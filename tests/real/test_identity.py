@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dspark import DSparkDrafter, optimize_for_cpu
-from dspark.cli.common import demo_drafter, demo_target, load_drafter, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_drafter, load_target
 from dspark.evaluation import SETS, chat_ids, sample_prompts
 from dspark.pairing import check_pair
 

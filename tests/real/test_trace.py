@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark.cli.common import demo_drafter, demo_target, load_drafter, load_target
+from dspark.cli.common import demo_drafter, demo_target
+from dspark.cli.loading import load_drafter, load_target
 from dspark.evaluation import chat_ids
 from dspark.trace import build_trace, load, save, write_page
 

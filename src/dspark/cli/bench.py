@@ -37,8 +37,8 @@ from .bench_shared import (
     PromptFiles,
     Target,
     Threads,
+    chosen_pair,
     load_curve,
-    load_pair,
     mixed_prompts,
     pack,
     policy_ways,
@@ -78,7 +78,7 @@ def batches(
     Exit codes: 0 done, 1 ids differ from plain generate in fp32, 2 bad input.
     """
     with bad_input_exits():
-        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = chosen_pair(target, drafter, gguf_file, dtype, device, threads)
         known = None if curve is None else load_curve(curve)
         ways = policy_ways(policy, survival_threshold, known)
         texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
@@ -118,7 +118,7 @@ def record(
     with bad_input_exits():
         check_out_file(out_file)
         sets = gather_prompts([], prompts, limit=limit)
-        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = chosen_pair(target, drafter, gguf_file, dtype, device, threads)
         layers = draft.config.target_layer_ids or []
         traces = []
         with ExitStack() as stack:
@@ -163,7 +163,7 @@ def check(
     """
     with bad_input_exits():
         known = None if curve is None else load_curve(curve)
-        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = chosen_pair(target, drafter, gguf_file, dtype, device, threads)
         texts = mixed_prompts(gather_prompts([], prompts, limit=max(size)), max(size))
         ids = [chat_ids(tokenizer, text) for text in texts]
         with ExitStack() as stack:

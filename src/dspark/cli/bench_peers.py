@@ -30,13 +30,14 @@ from .bench_shared import (
     PromptFiles,
     Target,
     Threads,
+    chosen_pair,
     load_curve,
-    load_pair,
     pack,
     policy_ways,
     show,
 )  # fmt: skip
-from .common import bad_input_exits, err, load_drafter, out, print_json
+from .common import bad_input_exits, err, out, print_json
+from .loading import load_drafter
 
 _POLICIES = ["fixed", "threshold", "auto"]
 LOOKUP, NATIVE, SAME_DRAFTER = "prompt lookup", "transformers DFlash", "fixed, DFlash's drafter"
@@ -89,7 +90,7 @@ def peers(
         known = None if curve is None else load_curve(curve)
         settings = policy_ways(policy, survival_threshold, known)
         sets = gather_prompts([], prompts, limit=limit)
-        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = chosen_pair(target, drafter, gguf_file, dtype, device, threads)
         with ExitStack() as stack:
             pack(stack, model, draft)
             ways = [generate_way(model, PLAIN, max_new_tokens, is_ours=True)]

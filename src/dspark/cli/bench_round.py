@@ -25,7 +25,7 @@ from .bench_shared import (
     PromptFiles,
     Target,
     Threads,
-    load_pair,
+    chosen_pair,
     mixed_prompts,
     pack,
     show,
@@ -60,7 +60,7 @@ def round_command(
     with bad_input_exits():
         if out_file is not None:
             check_out_file(out_file)
-        model, tokenizer, draft = load_pair(target, drafter, gguf_file, dtype, device, threads)
+        model, tokenizer, draft = chosen_pair(target, drafter, gguf_file, dtype, device, threads)
         texts = mixed_prompts(gather_prompts([], prompts, limit=limit), limit)
         ids = [chat_ids(tokenizer, text) for text in dict.fromkeys(texts)]
         with ExitStack() as stack:

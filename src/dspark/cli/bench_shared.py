@@ -18,12 +18,11 @@ from .common import (
     Threads,
     chosen_device,
     load_curve,
-    load_drafter,
-    load_target,
     out,
     use_threads,
 )
 from .data import target_dtype
+from .loading import load_pair
 from .tables import print_table
 
 Target = Annotated[str, typer.Option(help="Target: folder or Hub id.")]
@@ -37,7 +36,7 @@ Device = Annotated[str | None, typer.Option(help="Default: cuda where there is o
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
 
 
-def load_pair(
+def chosen_pair(
     target: str, drafter: str, gguf_file: str | None, dtype: str, device: str | None, threads: int | None
 ) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter on their device.
@@ -48,9 +47,7 @@ def load_pair(
     """
     where = chosen_device(device)
     use_threads(threads)
-    draft = load_drafter(drafter, target_dtype(dtype, where))
-    model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
-    return model.to(where), tokenizer, draft.to(where)
+    return load_pair(target, drafter, gguf_file, target_dtype(dtype, where), where)
 
 
 def pack(stack: ExitStack, *models: Any) -> None:
@@ -88,6 +85,6 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 __all__ = [
-    "GPU", "AsJson", "Curve", "Device", "Drafter", "Dtype", "Gguf", "PromptFiles", "Target", "Threads", "load_curve",
-    "load_pair", "mixed_prompts", "pack", "policy_ways", "show",
+    "GPU", "AsJson", "Curve", "Device", "Drafter", "Dtype", "Gguf", "PromptFiles", "Target", "Threads",
+    "chosen_pair", "load_curve", "mixed_prompts", "pack", "policy_ways", "show",
 ]  # fmt: skip

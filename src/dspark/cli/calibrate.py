@@ -37,13 +37,12 @@ from .common import (
     bad_input_exits,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     print_json,
     use_threads,
 )
 from .data import target_dtype
+from .loading import load_pair
 
 
 def calibrate(
@@ -120,10 +119,7 @@ def calibrate(
         is_held_out = held_out_places([len(texts) for texts in chosen.values()], held_out, seed)
         check_enough_prompts(is_held_out, max_new_tokens, MIN_GROUPS if refit_head else 1)
         use_threads(threads)
-        draft = load_drafter(drafter, target_dtype(dtype, where))
-        model, tokenizer = load_target(target, gguf_file, target_dtype(dtype, where))
-        for module in (model, draft):
-            torch.nn.Module.to(module, where)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, target_dtype(dtype, where), where)
         ids = [chat_ids(tokenizer, text, Prompting(raw)).to(where) for texts in chosen.values() for text in texts]
         with packed(model, wanted=pack), packed(draft, wanted=pack):
             found, head = _calibrations(model, draft, ids, is_held_out, settings, refit_head=refit_head)

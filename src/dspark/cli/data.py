@@ -11,7 +11,8 @@ import torch
 import typer
 
 from ..cpu import packed
-from .common import Threads, bad_input_exits, chosen_device, err, load_target, parse_dtype, print_json, use_threads
+from .common import Threads, bad_input_exits, chosen_device, err, parse_dtype, print_json, use_threads
+from .loading import load_target
 
 
 def data(

@@ -23,11 +23,10 @@ from .common import (
     demo_drafter,
     demo_target,
     err,
-    load_drafter,
-    load_target,
     out,
     print_json,
 )
+from .loading import load_pair
 from .tables import print_table
 
 _PROMPT = "A train leaves at 9:40 and arrives at 12:05. It stops for 15 minutes on the way. How long was it moving?"
@@ -59,8 +58,7 @@ def demo(
     torch.set_num_threads(threads)
     with bad_input_exits():
         folder, file = (target, gguf_file) if target else demo_target()
-        model, tokenizer = load_target(folder, file, torch.float32)
-        draft = load_drafter(drafter or demo_drafter(), torch.float32)
+        model, tokenizer, draft = load_pair(folder, drafter or demo_drafter(), file, torch.float32)
     if not as_json:
         out.print(f"[bold]target[/]  {type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters, fp32")
         out.print(f"[bold]drafter[/] {draft.num_parameters() / 1e6:.1f} M parameters, block {draft.config.block_size}")

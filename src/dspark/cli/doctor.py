@@ -20,13 +20,12 @@ from .common import (
     bad_input_exits,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     parse_dtype,
     print_json,
     use_threads,
 )
+from .loading import load_pair
 
 
 def doctor(
@@ -61,10 +60,7 @@ def doctor(
         device = chosen_device(device)
         texts = _texts(prompts, limit)
         use_threads(threads)
-        draft = load_drafter(drafter, parse_dtype(dtype))
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
-        model.to(device)
-        draft.to(device)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, parse_dtype(dtype), device)
         forms = {name: [ids.to(device) for ids in form] for name, form in _forms(tokenizer, texts).items()}
         with err.status("doctor") as status, packed(model, wanted=pack):
             result = diagnose(

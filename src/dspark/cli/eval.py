@@ -28,14 +28,13 @@ from .common import (
     bad_input_exits,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     print_json,
     use_threads,
 )
 from .data import json_object, target_dtype
 from .eval_tables import print_report
+from .loading import load_drafter, load_target
 
 
 def evaluate_command(

@@ -24,14 +24,13 @@ from .common import (
     chosen_curve,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     parse_dtype,
     print_json,
     speculation,
     use_threads,
 )
+from .loading import load_pair
 
 _ROUNDS_THAT_TELL, _HARDLY_ANY = 20, 1.1  # rounds; accepted length
 
@@ -68,10 +67,7 @@ def generate(
         settings = speculation(policy, threshold, chosen_curve(curve, policy), context_window=window)
         use_threads(threads)
         device = chosen_device(device)
-        draft = load_drafter(drafter, parse_dtype(dtype))
-        model, tokenizer = load_target(target, gguf_file, parse_dtype(dtype))
-        model.to(device)
-        draft.to(device)
+        model, tokenizer, draft = load_pair(target, drafter, gguf_file, parse_dtype(dtype), device)
         if pack and device == "cpu":
             optimize_for_cpu(model)
             optimize_for_cpu(draft)

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ..cpu import packed
@@ -23,13 +22,12 @@ from .common import (
     check_out_file,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     print_json,
     use_threads,
 )
 from .data import target_dtype
+from .loading import load_pair
 from .tables import print_table
 
 
@@ -65,10 +63,7 @@ def profile(
         check_out_file(curve_file)
         where = chosen_device(device)
         use_threads(threads)
-        draft = load_drafter(drafter, target_dtype(dtype, where))
-        model, _ = load_target(target, gguf_file, target_dtype(dtype, where))
-        for module in (model, draft):
-            torch.nn.Module.to(module, where)
+        model, _, draft = load_pair(target, drafter, gguf_file, target_dtype(dtype, where), where)
         slots = default_slots(draft) if slots is None else slots
         total = 1 + len(set(contexts)) * len(set(rows))
         with (

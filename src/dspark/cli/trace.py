@@ -34,14 +34,13 @@ from .common import (
     chosen_curve,
     chosen_device,
     err,
-    load_drafter,
-    load_target,
     out,
     parse_dtype,
     print_json,
     speculation,
     use_threads,
 )
+from .loading import load_drafter, load_target
 
 
 def trace(
@@ -189,10 +188,10 @@ def _record(
     target: str, gguf_file: str | None, runs: list[_Run], how: _How, progress: Callable[[str], Any]
 ) -> list[Trace]:
     progress("trace: loading")
-    model, tokenizer = load_target(target, gguf_file, parse_dtype(how.dtype))
     drafters = {
         name: load_drafter(name, parse_dtype(how.dtype)) for name in dict.fromkeys(run.drafter for run in runs)
     }
+    model, tokenizer = load_target(target, gguf_file, parse_dtype(how.dtype))
     for loaded in (model, *drafters.values()):
         torch.nn.Module.to(loaded, how.device)
     ids = chat_ids(tokenizer, how.prompt).to(how.device)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from . import train_options as opt
-from .common import Threads, bad_input_exits, chosen_device, err, load_target, print_json, use_threads
+from .common import Threads, bad_input_exits, chosen_device, err, print_json, use_threads
 from .data import parse_layers, target_dtype
+from .loading import load_target
 
 
 def train(
