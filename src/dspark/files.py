@@ -50,12 +50,28 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def whole_lines(path: Path) -> tuple[bytes, bool]:
-    """What a file of lines holds, and whether a last line without its line break was cut off the file."""
+    """What a file of JSON records holds, and whether a half-written last one was cut off the file.
+
+    A last record that lacks only its line break gets it.
+
+    Raises:
+        ValueError: The file ends in something that is no record, begun or whole; it is left as it is.
+    """
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    if whole < len(data):
+    tail = data[whole:]
+    if not tail:
+        return data, False
+    if not tail.startswith(b"{"):
+        raise ValueError(f"{path} ends in {tail[:40]!r}, which is no JSON record. Use another name; it is left alone.")
+    try:
+        json.loads(tail)
+    except ValueError:
         os.truncate(path, whole)
-    return data[:whole], whole < len(data)
+        return data[:whole], True
+    with path.open("ab") as file:
+        file.write(b"\n")
+    return data + b"\n", False
 
 
 def some(names: Sequence[str], separator: str = ", ", most: int = 20) -> str:

@@ -265,6 +265,24 @@ def test_the_head_is_fitted_in_the_copy_and_temperatures_to_its_logits(
     assert sum(row["brier"] for row in told) < sum(row["brier"] for row in raw)
 
 
+def test_a_packed_half_width_head_is_fitted(pair: Path, drafter: Path, tmp_path: Path) -> None:
+    options = (
+        "--temperature",
+        1,
+        "--max-new-tokens",
+        150,
+        "--dtype",
+        "bf16",
+        "--refit-head",
+        "--out",
+        tmp_path / "copy",
+    )
+    code, _, stderr = run(*command(pair, drafter, *options))
+    assert code == 0, stderr
+    old, new = (DSparkDrafter.from_pretrained(path).confidence_head.proj for path in (drafter, tmp_path / "copy"))
+    assert not torch.equal(old.weight, new.weight)
+
+
 def test_a_fitted_head_is_not_written_in_place(pair: Path, drafter: Path) -> None:
     before = hashes(drafter)
     code, _, stderr = run(*command(pair, drafter, "--refit-head"))

@@ -166,6 +166,27 @@ def test_demo_json_compares_every_set(pair: dict[str, str]) -> None:
     assert all(s["equal"] == s["prompts"] == 1 for s in sets)
 
 
+def test_demo_refuses_a_pair_that_does_not_fit_and_options_that_say_nothing(
+    pair: dict[str, str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = DSparkDrafter(drafter_config(AutoModelForCausalLM.from_pretrained(pair["target"]), vocab_size=300))
+    other.save_pretrained(tmp_path / "other")
+    wrong = {
+        "300": ["--drafter", str(tmp_path / "other")],
+        "Leave one of them out": ["--quick", "--json"],
+        "give --target too": ["--gguf-file", "x.gguf"],
+    }
+    for message, more in wrong.items():
+        args = [*demo_args(pair), *more]
+        if "--gguf-file" in more:
+            args[args.index("--target") : args.index("--target") + 2] = []
+        result = runner.invoke(app, args)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+
+
 def test_demo_streams_and_prints_tables(pair: dict[str, str]) -> None:
     result = runner.invoke(app, demo_args(pair))
     assert result.exit_code == 0, result.output

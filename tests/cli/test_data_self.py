@@ -58,6 +58,25 @@ def test_an_interrupted_run_keeps_its_turns(target, tmp_path) -> None:
     assert len(records(tmp_path / "b-prompts.jsonl")) == 5
 
 
+def test_what_is_no_record_is_left_alone(target, tmp_path) -> None:
+    command = ("data", "--target", target, "--self-prompts", 3, "--max-new-tokens", 2, "--batch-size", 4, "--out")
+    own, notes = tmp_path / "mine-prompts.jsonl", tmp_path / "notes.jsonl"
+    own.write_text('{"prompt": "w1 \u2028 w2"}\n{"prompt": "w3"}')  # a line break within a text, none at the end
+    code, _, stderr = run(*command, tmp_path / "mine.jsonl")
+    assert code == 0, stderr
+    assert [json.loads(line)["prompt"] for line in own.read_text().split("\n")[:2]] == ["w1 \u2028 w2", "w3"]
+    assert len(own.read_text().split("\n")) == 4
+    for name in ("notes.jsonl", "other-prompts.jsonl"):
+        (tmp_path / name).write_text("what I have to do")
+    for out in (notes, tmp_path / "other.jsonl"):
+        code, _, stderr = run(*command, out)
+        assert (code, "which is no JSON record" in " ".join(stderr.split())) == (2, True), stderr
+    assert notes.read_text() == (tmp_path / "other-prompts.jsonl").read_text() == "what I have to do"
+    code, _, _ = run("data", "--target", target, "--prompts", tmp_path / "mine-prompts.jsonl", "--out", own)
+    assert code == 2
+    assert '"w3"}' in own.read_text()
+
+
 def test_a_template_is_cut_where_the_user_speaks(target) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert _frame(tokenizer, AnswerSettings()) == ([4], {5})

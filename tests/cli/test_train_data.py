@@ -7,6 +7,7 @@ file, bad input found only after work was done or under another exit code, resul
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,27 @@ def test_features_alone_train_and_a_drafter_can_be_trained_on(target, tmp_path) 
     assert "tau" in stderr
     code, _, stderr = run("train", *where, "--out", tmp_path / "three", *again, "--layers", 2)
     assert (code, "leave out --layers" in stderr) == (2, True)
+
+
+def test_features_and_drafters_of_a_wider_vocabulary_are_named(target, tmp_path) -> None:
+    wide = tmp_path / "wide"
+    shutil.copytree(target, wide)
+    tiny.llama(vocab_size=160, bos_token_id=1, eos_token_id=2, pad_token_id=3).save_pretrained(wide)
+    path = tmp_path / "wide.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [4, 7, 5], "answer_ids": [7, 150, 151, 152, 153, 154]}) + "\n")
+    features = ("--features", tmp_path / "features")
+    code, _, stderr = run("train", "--target", wide, "--data", path, *features, "--out", tmp_path / "a", *SMALL)
+    assert code == 0, stderr
+    where = ("train", "--target", target, "--out", tmp_path / "b", "--device", "cpu")
+    for more in ((), ("--draft-vocab-size", 40)):
+        code, _, stderr = run(*where, *features, *more)
+        assert (code, "Train with the target the features" in stderr) == (2, True), stderr
+    # Said before anything is made for that drafter.
+    made = ("--data", answer_file(tmp_path), "--features", tmp_path / "new")
+    code, _, stderr = run(*where, *made, "--init", tmp_path / "a")
+    assert (code, "160" in stderr) == (2, True), stderr
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

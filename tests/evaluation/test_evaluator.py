@@ -117,6 +117,10 @@ def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
     assert "settings.seed: 0 there, 1 now" in str(error.value)
     with pytest.raises(ValueError, match=r"drafters\.oracle\.weights_hash"):
         ResultsLog(tmp_path, configuration({"oracle": Hostile(target())}, GREEDY), "2026-01-02")
+    relaid = oracle()
+    relaid.config.rms_norm_eps = 1e-3  # same weights, another drafter
+    with pytest.raises(ValueError, match=r"drafters\.oracle\.config_hash"):
+        ResultsLog(tmp_path, configuration({"oracle": relaid}, GREEDY), "2026-01-02")
     with pytest.raises(ValueError, match=r"machine\.packed: False there, True now"):
         ResultsLog(tmp_path, configuration({"oracle": oracle()}, GREEDY, packed=True), "2026-01-02")
 

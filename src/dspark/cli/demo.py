@@ -15,6 +15,7 @@ from ..cpu import optimize_for_cpu
 from ..evaluation import SETS, Summary, chat_ids, compare, plain_seconds, sample_prompts, summarise
 from ..evaluation.provenance import weights_hash
 from ..modeling_dspark import DSparkDrafter
+from ..pairing import require_pair
 from ..stats import STEPS, SpeculationStats
 from ..version import __version__
 from .common import (
@@ -57,8 +58,13 @@ def demo(
     """
     torch.set_num_threads(threads)
     with bad_input_exits():
+        if gguf_file and not target:
+            raise ValueError("--gguf-file names a file in the target's folder: give --target too.")
+        if quick and as_json:
+            raise ValueError("--quick makes no table and --json prints nothing else. Leave one of them out.")
         folder, file = (target, gguf_file) if target else demo_target()
         model, tokenizer, draft = load_pair(folder, drafter or demo_drafter(), file, torch.float32)
+        require_pair(model, draft, tokenizer)
     if not as_json:
         out.print(f"[bold]target[/]  {type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters, fp32")
         out.print(f"[bold]drafter[/] {draft.num_parameters() / 1e6:.1f} M parameters, block {draft.config.block_size}")

@@ -17,12 +17,14 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDrafter
 from ..target_note import fingerprint, hash_rows, tokenizer_note
 from ..version import __version__
 from .prompt_sets import Prompting
 from .settings import EvaluationSettings
 
+_OF_SAVING = ("_name_or_path", "architectures", "confidence_temperatures", "dtype", "target", "transformers_version")
 _SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -78,6 +80,7 @@ def _drafter_note(drafter: DSparkDrafter) -> dict[str, Any]:
     return {
         "parameters": drafter.num_parameters(),
         "weights_hash": weights_hash(drafter.named_parameters()),
+        "config_hash": _config_hash(config),
         "block_size": config.block_size,
         "draft_positions": config.num_draft_tokens,
         "draft_vocab_size": config.draft_vocab_size,
@@ -86,6 +89,12 @@ def _drafter_note(drafter: DSparkDrafter) -> dict[str, Any]:
         "confidence_temperatures": config.confidence_temperatures,
         "trained_for": (config.target or {}).get("name"),
     }
+
+
+def _config_hash(config: DSparkConfig) -> str:
+    """Hash of what a config says beyond where and how it was saved, and the temperatures, which are told by number."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _OF_SAVING}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def weights_hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -118,7 +118,8 @@ def set_head(drafter: DSparkDrafter, head: LinearHead) -> None:
 def _current_head(drafter: DSparkDrafter) -> LinearHead:
     layer = _layer(drafter)
     bias = 0.0 if layer.bias is None else float(layer.bias.detach())
-    return LinearHead(layer.weight.detach().cpu().float().flatten().clone(), bias)
+    weight = layer.state_dict()["weight"]  # the plain numbers, also of a packed layer
+    return LinearHead(weight.cpu().float().flatten().clone(), bias)
 
 
 def _layer(drafter: DSparkDrafter) -> nn.Linear:

@@ -130,6 +130,7 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
         Raises:
             FeaturesError: As said; names both.
         """
+        self.check_target(target)
         stored = len(self.target_layer_ids) * self.index["target_hidden_size"]
         if stored != width:
             raise FeaturesError(
@@ -137,6 +138,13 @@ class FeatureDataset(Dataset[dict[str, torch.Tensor]]):
                 f"{self.index['target_hidden_size']}), the drafter takes {width}. Use a drafter that taps the same "
                 "layers of the same target."
             )
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuse features of another target.
+
+        Raises:
+            FeaturesError: As said; names both.
+        """
         known, found = self.index["target"], fingerprint(target)
         for name in WEIGHT_HASHES:
             # Packed or quantised weights cannot be read: None.

@@ -86,7 +86,8 @@ def read_prompts(paths: Sequence[Path], limit: int | None = None) -> list[Prompt
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path} is not a file. Expected prompts, one JSON object a line.")
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not `splitlines`: texts may hold U+2028.
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         for index, line in enumerate(lines[:limit]):
             prompts.append(Prompt(path.stem, index, _text(line, f"{path}:{index + 1}")))
     if not prompts:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..cpu import packed
 from ..modeling_dspark import DSparkDrafter
+from ..pairing import require_pair
 from ..peft_layers import carries_adapters
 from ..plain_decoding import eos_ids
 from ..target import decoder_layers, text_config
@@ -152,7 +153,9 @@ def _read(request: TrainRequest, target: PreTrainedModel) -> Data:
             vocab_size=vocabulary_rows(target),
             too_long=request.too_long,
         )
-    return _open(request)
+    features = _open(request)
+    features.check_target(target)  # before anything is counted or made of them
+    return features
 
 
 def _open(request: TrainRequest) -> FeatureDataset | JoinedFeatures:
@@ -221,7 +224,9 @@ def _drafter(
     # Of an adapter the trainer reads the checkpoint by itself, into the drafter it started from.
     source = request.start_from if request.adapter is not None else checkpoint or request.start_from
     if source is not None:
-        return DSparkDrafter.from_pretrained(source, dtype=torch.float32)
+        drafter = DSparkDrafter.from_pretrained(source, dtype=torch.float32)
+        require_pair(target, drafter)  # before features are written for it
+        return drafter
     shape = request.shape
     if request.draft_vocab_size is not None:
         rows = vocabulary_rows(target)

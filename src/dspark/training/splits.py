@@ -140,5 +140,10 @@ class JoinedFeatures(ConcatDataset[dict[str, torch.Tensor]]):
         for part in self.parts:
             part.check_fits(target, width)
 
+    def check_target(self, target: PreTrainedModel) -> None:
+        """As [`FeatureDataset.check_target`], for every folder."""
+        for part in self.parts:
+            part.check_target(target)
+
 
 __all__ = ["JoinedFeatures", "Part", "Split", "hold_out"]
