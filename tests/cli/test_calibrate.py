@@ -196,10 +196,13 @@ def test_eval_says_that_it_runs_the_prompts_that_were_calibrated_on(pair: Path, 
     models = ("--target", pair / "target", "--drafter", drafter)
     told = []
     for file in (pair / "ask.jsonl", other):
-        words = ["eval", *models, "--prompts", file, *short]
+        out = tmp_path / f"of {file.stem}"
+        words = ["eval", *models, "--prompts", file, *short, "--out", out]
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == 0, result.output
         told.append(" ".join(result.stderr.split()))
+        notes = json.loads((out / "report.json").read_text())["notes"]
+        assert [note in told[-1] for note in notes if "was calibrated" in note] == [True] * (file != other)
     assert "drafter was calibrated on 5 of these 8 prompts" in told[0]
     assert "calibrated" not in told[1]
     noted = json.loads((drafter / NOTE).read_text())["prompt_hashes"]

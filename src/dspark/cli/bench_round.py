@@ -113,14 +113,14 @@ def _show(cost: RoundCost, paths: list[PickedPath], how: str) -> None:
             for inside in line["forwards"]
         ]
     rows.append(["round", number(1000 * found["round"], 3), percent(1.0)])
-    title = f"One round: {found['whole_rounds']} whole ones of {found['rounds']}, {how}"
-    show(title, ("part", "ms (median)", "share"), rows)
+    title = f"One round: {found['whole_rounds']} of {found['rounds']} that verified a whole block, {how}"
+    show(title, ("part", "ms (median)", "share of all time"), rows)
     block = cost.block
     figures = [
         ["plain step, T(1)", number(1000 * cost.plain_step, 3, " ms")],
         [f"verification, T({block + 1})", number(1000 * cost.verification, 3, " ms")],
         ["drafting, T_draft", number(1000 * cost.drafting, 3, " ms")],
-        ["accepted length, tau", number(cost.accepted_length)],
+        ["accepted length, tau, of all rounds", number(cost.accepted_length)],
         ["outside both models' forwards", percent(cost.host_share)],
         ["speed-up over plain generate", number(cost.speedup)],
         [f"limit, tau T(1) / (T({block + 1}) + T_draft)", number(cost.limit)],

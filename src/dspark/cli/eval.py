@@ -18,7 +18,7 @@ from ..evaluation.calibrate import calibration_prompts
 from ..evaluation.evaluator import check_drafters, evaluate, part_of
 from ..evaluation.prompt_sets import SETS, Prompting, chat_ids, gather_prompts, prompt_hashes
 from ..evaluation.provenance import provenance, public_name
-from ..evaluation.report import build_report, has_unequal_ids
+from ..evaluation.report import build_report, calibration_note, has_unequal_ids
 from ..evaluation.report_files import write_report
 from ..evaluation.results import Results, ResultsLog, merge_results, write_results
 from ..evaluation.settings import SWEEP, EvaluationSettings
@@ -126,7 +126,6 @@ def evaluate_command(
                 device=where,
             )
             use_threads(threads)
-            _warn_of_calibration(plan)
             results = _run(plan, target, gguf_file, out_folder, wants_packing=pack)
     report = build_report(results)
     problem = write_report(report, out_folder) if out_folder is not None else None
@@ -155,17 +154,17 @@ class _Plan:
     device: str
 
 
-def _warn_of_calibration(plan: _Plan) -> None:
-    """Say which drafters were calibrated on prompts of this evaluation."""
+def _calibrated_on(plan: _Plan) -> dict[str, str]:
+    """The drafters that were calibrated on prompts of this evaluation, and on how many; says so."""
     hashes = {each for part in prompt_hashes(plan.texts).values() for each in part}
-    for label, source in plan.sources.items():
-        if shared := hashes & calibration_prompts(source):
-            err.print(
-                f"{label} was calibrated on {len(shared)} of these {len(hashes)} prompts: its confidence "
-                "(reliability, thresholds above 0) looks better here than on other prompts. Accepted lengths at "
-                "threshold 0 stand. Calibrate on others (`dspark calibrate --prompts FILE`), or evaluate on others.",
-                style="yellow", markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+    shared = {label: len(hashes & calibration_prompts(source)) for label, source in plan.sources.items()}
+    found = {label: f"{count} of these {len(hashes)} prompts" for label, count in shared.items() if count}
+    for label, share in found.items():
+        advice = "Calibrate on others (`dspark calibrate --prompts FILE`), or evaluate on others."
+        err.print(
+            f"{calibration_note(label, share)} {advice}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
+    return found
 
 
 def _run(
@@ -173,6 +172,7 @@ def _run(
 ) -> Results:
     if target is None:
         raise ValueError("Name the target with --target (a folder or a Hub id), or folders of results with --merge.")
+    calibrated_on = _calibrated_on(plan)
     drafters = {label: load_drafter(source, plan.dtype) for label, source in plan.sources.items()}
     model, tokenizer = load_target(target, gguf_file, plan.dtype)
     for each in (model, *drafters.values()):
@@ -185,6 +185,8 @@ def _run(
         model, tokenizer, drafters, plan.settings, target_name=gguf_file or public_name(target),
         prompting=plan.prompting, packed=packed,
     )  # fmt: skip
+    for label, share in calibrated_on.items():
+        configuration["drafters"][label]["calibrated_on"] = share
     ids = {name: [chat_ids(tokenizer, text, plan.prompting) for text in texts] for name, texts in plan.texts.items()}
     log = ResultsLog(folder, configuration, datetime.date.today().isoformat())
     with ExitStack() as stack:

@@ -43,7 +43,7 @@ def picked_paths(target: PreTrainedModel, drafter: DSparkDrafter) -> list[Picked
 def _linears(what: str, model: PreTrainedModel) -> PickedPath:
     forms = packed_forms(model)
     if forms:
-        return PickedPath(what, " and ".join(forms), "packing was asked for on a CPU")
+        return PickedPath(what, " and ".join(forms), "packed for the CPU")
     kind = model.device.type
     return PickedPath(what, "stock", "packing was not asked for" if kind == "cpu" else f"the model is on {kind}")
 

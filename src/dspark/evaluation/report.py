@@ -50,6 +50,14 @@ def build_report(results: Results) -> dict[str, Any]:
     }
 
 
+def calibration_note(label: str, share: str) -> str:
+    """What figures of a drafter do not say that was calibrated on `share` of the prompts they are of."""
+    return (
+        f"{label} was calibrated on {share}: its confidence (reliability, thresholds above 0) looks better here than "
+        "on other prompts. Accepted lengths at threshold 0 stand."
+    )
+
+
 def has_unequal_ids(report: dict[str, Any]) -> bool:
     """Whether a greedy run wrote other ids than plain `generate`."""
     return any(run["all"]["ids"] and run["all"]["ids"]["differing"] for run in report["runs"])
@@ -115,6 +123,8 @@ def _notes(configuration: dict[str, Any], runs: list[dict[str, Any]], reliabilit
         notes.append(_NO_SPEED_WHERE_UNEQUAL.format(", ".join(differing)))
     if configuration["machine"]["device"] != "cpu":
         notes.append(_QUEUED)
+    drafters = configuration["drafters"].items()
+    notes += [calibration_note(label, d["calibrated_on"]) for label, d in drafters if d.get("calibrated_on")]
     notes += [f"{entry['drafter']}: {entry['problem']}" for entry in reliability if "problem" in entry]
     notes += sorted({f"{run['drafter']}: {reason}." for run in runs for reason in run["all"]["fallbacks"]})
     return notes
